@@ -1,0 +1,93 @@
+"""Head maps: how one checkpoint serves several numbers of KV heads from one copy of its weights.
+
+Every variant runs the native projections; its head map turns the native q, k, v (after bias and
+q/k norm, before RoPE) into the variant's own, position-encoded, before they reach the cache, and
+may own the output projection after attention. Nothing else in the decoder knows the mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from model.linear import Linear
+from model.rope import Rope
+
+
+class HeadMap(Protocol):
+    """The seam between the native projections and one attention mode."""
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def owns_output(self) -> bool:
+        """Whether `out` uses weights of its own; if not, its tokens share the native o_proj call."""
+        ...
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[T, Hq, D]`, k, v `[T, Hkv, D]`, positions `[T]` -> q `[T, Hq, D]`, k, v `[T, kv_heads, D]`."""
+        ...
+
+    def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
+        """attended `[T, Hq * D]` -> `[T, hidden]`; `o_proj` is the native projection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NativeHeads:
+    """The checkpoint's own KV heads: RoPE and nothing more."""
+
+    kv_heads: int
+    owns_output: bool = False
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return rope.apply(q, positions), rope.apply(k, positions), v
+
+    def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
+        return o_proj(attended)
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatHeads:
+    """More KV heads than the checkpoint has, by repetition: exact, and free of weights."""
+
+    kv_heads: int
+    owns_output: bool = False
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        times = self.kv_heads // k.shape[1]
+        k = rope.apply(k, positions).repeat_interleave(times, dim=1)  # [T, Hkv, D] -> [T, kv_heads, D]
+        return rope.apply(q, positions), k, v.repeat_interleave(times, dim=1)
+
+    def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
+        return o_proj(attended)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One attention mode of the loaded checkpoint; `name` is canonical: native, mha, mqa or gqaK."""
+
+    name: str
+    head_map: HeadMap
+
+    @property
+    def kv_heads(self) -> int:
+        return self.head_map.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens `[start, stop)` of a step that share a head map; the segments of a step tile its token axis."""
+
+    head_map: HeadMap
+    start: int
+    stop: int
