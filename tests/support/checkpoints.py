@@ -2,7 +2,7 @@
 
 Three fixtures have names, after the case collection that uses them:
 
-* **RAND**: every output depends on the whole prompt, and no two best logits are close, so ids must match exactly.
+* **RAND**: every output depends on the whole prompt, and no two best logits are close: ids must match.
 * **CHAIN**: the greedy next token depends on the last token alone, so a test can script the output.
 * **SP** (`add_sentencepiece`): a sentencepiece tokenizer with byte fallback that leaves white space alone, as
   Llama's does.
@@ -10,6 +10,7 @@ Three fixtures have names, after the case collection that uses them:
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,27 @@ from typing import Any
 
 import torch
 
-from tests.support.vocabularies import add_byte_bpe as add_byte_bpe
-from tests.support.vocabularies import add_sentencepiece as add_sentencepiece
+from tests.support.vocabularies import BPE_VOCAB, SP_VOCAB, add_byte_bpe, add_sentencepiece
+
+__all__ = [
+    "BPE_VOCAB",
+    "ROPE_KINDS",
+    "SMOL_VOCAB",
+    "SP_VOCAB",
+    "add_byte_bpe",
+    "add_sentencepiece",
+    "add_tokenizer",
+    "edit_config",
+    "make_chain",
+    "make_checkpoint",
+    "make_rand",
+    "read_config",
+]
 
 EOS, BOS = 2, 1
 SMOL_VOCAB = 49152
 
-# One set of parameters for each RoPE kind; small original contexts, so that 500 positions use the scaled part.
+# Parameters for each RoPE kind; small original contexts, so that 500 positions use the scaled part.
 ROPE_KINDS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
@@ -141,7 +156,10 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def edit_config(
-    folder: Path, changes: Mapping[str, Any] | None = None, drop: Sequence[str] = (), name: str = "config.json"
+    folder: Path,
+    changes: Mapping[str, Any] | None = None,
+    drop: Sequence[str] = (),
+    name: str = "config.json",
 ) -> None:
     """Change and drop top-level keys of a JSON file of the checkpoint, which need not exist yet."""
     config = read_config(folder, name) if (folder / name).exists() else {}
@@ -175,7 +193,7 @@ def make_chain(
     """
     follows: dict[int, int] = {}
     for script in scripts:
-        for before, after in zip(script, script[1:], strict=False):
+        for before, after in itertools.pairwise(script):
             if follows.setdefault(before, after) != after:
                 raise ValueError(f"CHAIN: token {before} is followed by both {follows[before]} and {after}")
     eos_id = list(eos) if isinstance(eos, Sequence) else eos

@@ -1,0 +1,86 @@
+"""The oracle: Hugging Face transformers on the same folder.
+
+A model is loaded once and shared by the tests that use it; a few are kept. Plain on purpose, not fast.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.lru_cache(maxsize=4)
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.eval()
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
+    """The reference model of `folder`, run in `dtype`, on the CPU."""
+    return Reference(_load(folder.resolve(), dtype))
+
+
+@functools.lru_cache(maxsize=4)
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def load_reference_tokenizer(folder: Path) -> Any:
+    """transformers' own tokenizer of `folder`."""
+    return _load_tokenizer(folder.resolve())
+
+
+class Reference:
+    """What transformers says about token ids; logits come back in fp32."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """`[T, V]` fp32: the logits after each of `ids`, in one forward pass."""
+        out = self.model(torch.tensor([list(ids)]), use_cache=False).logits
+        return out[0].to(torch.float32)
+
+    @torch.inference_mode()
+    def last_logits(self, ids: Sequence[int]) -> Tensor:
+        """`[V]` fp32: the logits after the last of `ids`, projected to the vocabulary alone."""
+        out = self.model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=1).logits
+        return out[0, -1].to(torch.float32)
+
+    @torch.inference_mode()
+    def greedy(self, ids: Sequence[int], tokens: int, eos: Sequence[int] = ()) -> list[int]:
+        """Up to `tokens` greedy ids after `ids`, an eos that ends them included; ties to the lowest id."""
+        from transformers import DynamicCache
+
+        output: list[int] = []
+        step, cache = torch.tensor([list(ids)]), DynamicCache(config=self.model.config)
+        while len(output) < tokens:
+            out = self.model(step, cache=cache, use_cache=True, logits_to_keep=1)
+            output.append(int(out.logits[0, -1].to(torch.float32).argmax()))
+            if output[-1] in eos:
+                break
+            step = torch.tensor([[output[-1]]])
+        return output
+
+    def perplexity(self, ids: Sequence[int]) -> float:
+        """exp of the mean negative log likelihood of `ids[1:]`."""
+        return perplexity(self.logits(ids), ids)
+
+
+def perplexity(logits: Tensor, ids: Sequence[int]) -> float:
+    """exp of the mean negative log likelihood of `ids[1:]` under `logits` `[T, V]`, summed in fp64."""
+    targets = torch.tensor(list(ids[1:]))
+    loss = torch.nn.functional.cross_entropy(logits[:-1].to(torch.float32), targets, reduction="none")
+    return float(loss.to(torch.float64).mean().exp())

@@ -1,0 +1,146 @@
+"""The real server as a process of its own, on a free port of 127.0.0.1, always stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_SECONDS = 60.0
+STOP_SECONDS = 20.0
+
+
+@dataclass
+class RunningServer:
+    """A server that answers /health; `log()` is what it has written so far."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    http: httpx.Client
+
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def terminate(self) -> None:
+        """Send SIGTERM and return at once."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout: float = STOP_SECONDS) -> int:
+        """The exit code; TimeoutExpired if the process is still there after `timeout` seconds."""
+        return self.process.wait(timeout)
+
+    def openai(self, **options: Any) -> Any:
+        """The official client, pointed here; it never retries by itself."""
+        import openai
+
+        defaults = {"api_key": "none", "max_retries": 0}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **(defaults | options))
+
+    def async_openai(self, **options: Any) -> Any:
+        import openai
+
+        defaults = {"api_key": "none", "max_retries": 0}
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **(defaults | options))
+
+    def kv(self, check: bool = False) -> dict[str, Any]:
+        """`GET /v1/kv`."""
+        reply = self.http.get("/v1/kv", params={"check": "true"} if check else {})
+        assert reply.status_code == 200, reply.text
+        body = reply.json()
+        assert isinstance(body, dict)
+        return body
+
+    def live_blocks(self) -> int:
+        """Physical blocks held by running or waiting sequences."""
+        return int(self.kv()["states"]["live"]["blocks"])
+
+    def wait_idle(self, seconds: float) -> float:
+        """Wait until no block is live, at most `seconds`; returns the seconds it took."""
+        begin = time.monotonic()
+        while (live := self.live_blocks()) > 0:
+            waited = time.monotonic() - begin
+            assert waited < seconds, f"{live} blocks are still live after {waited:.1f} s"
+            time.sleep(0.02)
+        return time.monotonic() - begin
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def start(
+    folder: Path | str, *flags: str, env: Mapping[str, str] | None = None, threads: int = 1
+) -> RunningServer:
+    """`headroom serve folder flags`, healthy on return; RuntimeError with its log if it never is."""
+    port = free_port()
+    log = Path(tempfile.mkstemp(prefix="headroom-test-", suffix=".log")[1])
+    command = [sys.executable, "-m", "server.cli", "serve", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *flags]
+    settings = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **(env or {})}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=settings,
+            cwd=Path(__file__).resolve().parents[2],
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    server = RunningServer(url, process, log, httpx.Client(base_url=url, timeout=60.0, trust_env=False))
+    try:
+        _wait_healthy(server)
+    except BaseException:
+        stop(server)
+        raise
+    return server
+
+
+def _wait_healthy(server: RunningServer) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise RuntimeError(f"the server ended with code {server.process.returncode}:\n{server.log()}")
+        with contextlib.suppress(httpx.TransportError):
+            if server.http.get("/health", timeout=2.0).status_code == 200:
+                return
+        time.sleep(0.05)
+    raise RuntimeError(f"the server was not healthy after {START_SECONDS:.0f} s:\n{server.log()}")
+
+
+def stop(server: RunningServer) -> None:
+    """End the process: politely first, then not."""
+    server.http.close()
+    if server.process.poll() is None:
+        server.process.terminate()
+        try:
+            server.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            server.process.wait()
+    server.log_path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path | str, *flags: str, env: Mapping[str, str] | None = None, threads: int = 1
+) -> Iterator[RunningServer]:
+    """`start`, and `stop` whatever happens; a failing test shows the server's log."""
+    server = start(folder, *flags, env=env, threads=threads)
+    try:
+        yield server
+    except BaseException:
+        print(f"--- server log\n{server.log()}\n---")
+        raise
+    finally:
+        stop(server)
