@@ -1,0 +1,76 @@
+"""A folder that either exists whole or not at all, however many processes make it and whoever is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from model.errors import ModelError
+
+
+def publish_folder(
+    final: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool], waiting: Callable[[], None]
+) -> Path:
+    """Return `final`, made by `build(empty folder)` unless it is there and `is_complete` already.
+
+    The folder is built beside `final` (same file system) and renamed, so a reader never sees half of one. A lock
+    file lets one process build while the others wait (`waiting` is called once, before that); the kernel drops the
+    lock of a killed process, whose leftovers the next one removes. Raises ModelError when the disk refuses.
+    """
+    if is_complete(final):
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(final.parent / f".{final.name}.lock", waiting):
+            if not is_complete(final):
+                _build(final, build)
+    except OSError as error:
+        raise ModelError(f"cannot write the model to {final}: {error}") from error
+    return final
+
+
+def _build(final: Path, build: Callable[[Path], None]) -> None:
+    """Build and rename; the caller holds the lock, so every temporary folder found is a dead process's."""
+    prefix = f".{final.name}.tmp-"
+    for leftover in final.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
+    try:
+        fresh = work / "new"
+        fresh.mkdir()
+        build(fresh)
+        for path in fresh.iterdir():
+            _flush(path)
+        _flush(fresh)
+        if final.exists():  # incomplete or made by an older version: a rename onto a full folder would fail
+            final.rename(work / "old")
+        fresh.rename(final)
+        _flush(final.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold an exclusive lock on `path`. The file stays: removing it would let two processes hold two locks."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _flush(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk, so that a power cut cannot leave a renamed, empty one."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
