@@ -1,0 +1,39 @@
+"""What the engine's callers may have to tell a user: each error says what to do next."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """The engine refused or could not do something; the message is fit for a client."""
+
+
+class QueueFull(EngineError):
+    """Too many requests wait already; `retry_after` is an estimate in whole seconds (HTTP 429)."""
+
+    def __init__(self, queued: int, limit: int, retry_after: int) -> None:
+        super().__init__(
+            f"{queued} requests are waiting already and the limit is {limit} (--max-queued); "
+            f"try again in about {retry_after} s"
+        )
+        self.queued = queued
+        self.limit = limit
+        self.retry_after = retry_after
+
+
+class Draining(EngineError):
+    """The server is shutting down and takes no new work (HTTP 503)."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down and takes no new requests")
+
+
+class EngineDead(EngineError):
+    """The engine stopped for good; only a restart helps (HTTP 503)."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the engine has stopped: {reason}; restart the server")
+        self.reason = reason
+
+
+class ConfigError(ValueError):
+    """A start-up setting that cannot work: one line that names it, its value and what to turn."""
