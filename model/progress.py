@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """One phase at a time: `start` begins the next, `update` moves it. Calls come from one thread at a time."""
+    """One phase at a time: `start` begins the next, `update` moves it. Never called by two threads at once."""
 
     def start(self, label: str, total: int | None) -> None:
-        """Begin a phase. `total` is its size in bytes (downloads) or tensors (conversion), None if unknown."""
+        """Begin a phase. `total`: its size in bytes, or tensors when converting; None if unknown."""
         ...
 
     def update(self, done: int) -> None:

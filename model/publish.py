@@ -14,13 +14,17 @@ from model.errors import ModelError
 
 
 def publish_folder(
-    final: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool], waiting: Callable[[], None]
+    final: Path,
+    build: Callable[[Path], None],
+    is_complete: Callable[[Path], bool],
+    waiting: Callable[[], None],
 ) -> Path:
     """Return `final`, made by `build(empty folder)` unless it is there and `is_complete` already.
 
-    The folder is built beside `final` (same file system) and renamed, so a reader never sees half of one. A lock
-    file lets one process build while the others wait (`waiting` is called once, before that); the kernel drops the
-    lock of a killed process, whose leftovers the next one removes. Raises ModelError when the disk refuses.
+    The folder is built beside `final` (same file system) and renamed, so a reader never sees half of one.
+    A lock file lets one process build while the others wait (`waiting` is called once, before that); the
+    kernel drops the lock of a killed process, whose leftovers the next one removes. Raises ModelError when
+    the disk refuses.
     """
     if is_complete(final):
         return final
@@ -57,7 +61,7 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on `path`. The file stays: removing it would let two processes hold two locks."""
+    """Hold an exclusive lock on `path`. The file stays: removing it would let two processes hold "the" lock."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,7 +72,7 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _flush(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk, so that a power cut cannot leave a renamed, empty one."""
+    """Bring a file or a folder's entries to the disk: a power cut must not leave a renamed, empty one."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

