@@ -74,6 +74,17 @@ class Reference:
             step = torch.tensor([[output[-1]]])
         return output
 
+    @torch.inference_mode()
+    def greedy_along(self, ids: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The greedy id after `ids + answer[:i]`, for each `i` below `len(answer)`, in one forward pass.
+
+        Up to the first id where the two differ this is what `greedy(ids, len(answer))` gives, at a fraction
+        of its cost: the proof that an answer is greedy.
+        """
+        text = torch.tensor([[*ids, *answer[:-1]]])
+        out = self.model(text, use_cache=False, logits_to_keep=len(answer)).logits[0]
+        return [int(token) for token in out.to(torch.float32).argmax(-1)]
+
     def perplexity(self, ids: Sequence[int]) -> float:
         """exp of the mean negative log likelihood of `ids[1:]`."""
         return perplexity(self.logits(ids), ids)
