@@ -85,13 +85,19 @@ class Reference:
         out = self.model(text, use_cache=False, logits_to_keep=len(answer)).logits[0]
         return [int(token) for token in out.to(torch.float32).argmax(-1)]
 
+    @torch.inference_mode()
     def perplexity(self, ids: Sequence[int]) -> float:
-        """exp of the mean negative log likelihood of `ids[1:]`."""
-        return perplexity(self.logits(ids), ids)
+        """exp of the mean negative log likelihood of `ids[1:]`; the logits are made 250 positions at a time."""
+        hidden = self.model.base_model(torch.tensor([list(ids)]), use_cache=False).last_hidden_state[0]
+        head = self.model.get_output_embeddings()
+        losses = [
+            token_losses(head(hidden[i : i + 250]), ids[i + 1 : i + 251]) for i in range(0, len(ids) - 1, 250)
+        ]
+        return float(torch.cat(losses).mean().exp())
 
 
-def perplexity(logits: Tensor, ids: Sequence[int]) -> float:
-    """exp of the mean negative log likelihood of `ids[1:]` under `logits` `[T, V]`, summed in fp64."""
-    targets = torch.tensor(list(ids[1:]))
-    loss = torch.nn.functional.cross_entropy(logits[:-1].to(torch.float32), targets, reduction="none")
-    return float(loss.to(torch.float64).mean().exp())
+def token_losses(logits: Tensor, targets: Sequence[int]) -> Tensor:
+    """`[T]` fp64: the negative log likelihood of each target under `logits` `[T or more, V]`."""
+    wanted = torch.tensor(list(targets))
+    rows = logits[: len(wanted)].to(torch.float32)
+    return torch.nn.functional.cross_entropy(rows, wanted, reduction="none").to(torch.float64)
