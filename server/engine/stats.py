@@ -10,10 +10,10 @@ from enum import StrEnum
 class EngineStats:
     """One snapshot after a step. Counters grow from 0 at start; gauges are as of the snapshot.
 
-    `running` and `waiting` count choices, `waiting_requests` counts requests none of whose choices has run yet.
-    `prompt_tokens` counts prompt tokens of choices at their first admission, `cached_tokens` those of them that
-    the prefix index gave; recompute after a preemption counts in neither. `batched_tokens` counts every token
-    that went through the model.
+    `running` and `waiting` count choices, `waiting_requests` requests none of whose choices has run yet.
+    `prompt_tokens` counts prompt tokens of choices at their first admission, `cached_tokens` those of them
+    that the prefix index gave; recompute after a preemption counts in neither. `batched_tokens` counts every
+    token that went through the model.
     """
 
     running: int = 0

@@ -1,0 +1,208 @@
+"""Step 7 of a request's trip: logits become ids. A pure function of (logits, parameters, u).
+
+Every row owns a number `u` in [0, 1), hashed from (seed, choice, output position), and takes the first
+token whose running probability, in descending order, exceeds it. So a seed's answer does not depend on the
+row's slot, its batch mates, a preemption or the device. Greedy rows take the largest logit. Ties go to the
+lowest id.
+
+Filters keep a prefix of that order: `top_k` first, then `top_p` (the smallest prefix that reaches that share
+of what top_k left), then `min_p` (tokens at least that share as likely as the best). The order and the sets
+are those of transformers' logits warpers, except that `top_k` keeps exactly k tokens where the k-th ties.
+
+Weights are fp32; their running sums are fp64, because the sum of a whole vocabulary in fp32 depends on its
+order, and the two ways to find a token (the best few hundred, or a full sort) must not disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+# Below this temperature a gap of 1e-3 between two logits is e^-100: the draw is the largest logit.
+GREEDY_TEMPERATURE = 1e-5
+# How many of the best tokens are sorted at first, then for the rows that these did not decide; then all.
+WIDTHS = (256, 4096)
+
+FloatArray = npt.NDArray[np.float64]
+IdArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How the `S` rows of a step are drawn; the parameters are those of the `D` rows that are not greedy."""
+
+    rows: Tensor | None  # [D] int64: which rows they are; None if every row is greedy
+    every_row: bool  # D == S
+    temperature: Tensor  # [D, 1] fp32
+    top_p: Tensor  # [D, 1] fp64
+    min_p: Tensor  # [D, 1] fp32
+    top_k: Tensor  # [D, 1] int64, a huge number where there is no limit
+    u: Tensor  # [D, 1] fp64 in [0, 1)
+    needs_total: bool  # some top_k is wider than the first width
+    banned: tuple[Tensor, Tensor] | None  # (row, token id) pairs that cannot be drawn, int64
+
+
+def make_sampling(
+    temperature: FloatArray,
+    top_p: FloatArray,
+    top_k: IdArray,
+    min_p: FloatArray,
+    u: FloatArray,
+    banned: tuple[IdArray, IdArray] | None,
+    device: torch.device,
+) -> SamplingBatch:
+    """Arrays `[S]` of per-row parameters (top_k 0 = no limit), and (row, id) pairs, to one upload each."""
+    drawn = np.flatnonzero(temperature >= GREEDY_TEMPERATURE)
+    no_limit = np.iinfo(np.int64).max
+    limit = np.where(top_k[drawn] > 0, top_k[drawn], no_limit)
+    reals = torch.from_numpy(np.stack([temperature[drawn], top_p[drawn], min_p[drawn], u[drawn]]))
+    reals = reals.to(device=device, dtype=torch.float64)[:, :, None]
+    return SamplingBatch(
+        rows=torch.from_numpy(drawn).to(device=device, dtype=torch.int64) if len(drawn) else None,
+        every_row=len(drawn) == len(temperature),
+        temperature=reals[0].to(torch.float32),
+        top_p=reals[1],
+        min_p=reals[2].to(torch.float32),
+        top_k=torch.from_numpy(limit).to(device=device, dtype=torch.int64)[:, None],
+        u=reals[3],
+        needs_total=bool((limit > WIDTHS[0]).any()),
+        banned=None if banned is None else _upload_pairs(banned, device),
+    )
+
+
+def _upload_pairs(pairs: tuple[IdArray, IdArray], device: torch.device) -> tuple[Tensor, Tensor]:
+    both = torch.from_numpy(np.stack(pairs)).to(device=device, dtype=torch.int64)
+    return both[0], both[1]
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """logits `[S, V]` fp32 -> ids `[S]` int64.
+
+    -1 marks a row whose logits hold NaN, +inf or nothing but -inf; it hurts no other. The logits are left as
+    they are.
+    """
+    if batch.banned is not None:
+        nothing = torch.full((), -torch.inf, dtype=logits.dtype, device=logits.device)
+        logits = logits.index_put(batch.banned, nothing)
+    best = logits.amax(dim=-1)  # NaN if any is
+    ids = logits.argmax(dim=-1)  # the first of equals
+    if batch.rows is not None:
+        part = logits if batch.every_row else logits.index_select(0, batch.rows)
+        peak = best if batch.every_row else best.index_select(0, batch.rows)
+        ids = ids.index_copy(0, batch.rows, _draw(part, peak[:, None], batch))
+    return torch.where(torch.isfinite(best), ids, -1)
+
+
+def _draw(logits: Tensor, peak: Tensor, batch: SamplingBatch) -> Tensor:
+    """logits `[D, V]`, peak `[D, 1]` -> ids `[D]`: narrow first, wider for the rows that need it."""
+    parameters = (batch.temperature, batch.top_p, batch.min_p, batch.top_k, batch.u)
+    if batch.needs_total or logits.shape[1] <= WIDTHS[0]:
+        total = (logits - peak).div_(batch.temperature).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    else:
+        total = torch.full_like(batch.u, torch.inf)
+    ids = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
+    undecided: Tensor | None = None  # every row
+    for width in _widths(logits.shape[1]):
+        if undecided is None:
+            ids, sure = _pick(logits, width, peak, total, *parameters)
+        else:
+            part = (tensor.index_select(0, undecided) for tensor in (peak, total, *parameters))
+            found, sure = _pick(logits.index_select(0, undecided), width, *part)
+            ids = ids.index_copy(0, undecided, found)
+        again = torch.nonzero(~sure)[:, 0]
+        undecided = again if undecided is None else undecided.index_select(0, again)
+        if undecided.numel() == 0:
+            break
+    return ids
+
+
+def _widths(vocab: int) -> Iterator[int]:
+    yield from (width for width in WIDTHS if width < vocab)
+    yield vocab
+
+
+def _pick(
+    logits: Tensor,
+    width: int,
+    peak: Tensor,
+    total: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    top_k: Tensor,
+    u: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The drawn ids `[D]` among the `width` best tokens, and whether all the others could not change them.
+
+    `total` is the weight of the whole vocabulary, the best token's being 1. A row is sure if its filters' cut
+    is known and the token drawn is strictly better than the last one seen: then so is everything before it.
+    """
+    vocab = logits.shape[1]
+    value, token = _descending(logits, width)
+    weight = ((value - peak) / temperature).exp()  # [D, width] fp32
+    running = weight.to(torch.float64).cumsum(-1)
+    kept, uncut = _kept(weight, running, total, top_p, min_p, top_k, vocab)
+    mass = torch.where(uncut, total, running.gather(1, kept - 1))
+    last = torch.minimum(kept, (weight > 0).sum(-1, keepdim=True)) - 1
+    index = torch.minimum((running <= u * mass).sum(-1, keepdim=True), last).clamp(min=0)
+    ids = token.gather(1, index)[:, 0]
+    if width == vocab:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    # A cut before the width is the true one, unless top_p was measured against a mass that is not known yet.
+    true_cut = (kept < width) & ((top_k >= vocab) | (top_p >= 1))
+    known = uncut | (top_k <= width) | true_cut
+    ahead = value.gather(1, index) > value[:, -1:]
+    return ids, ((known & ahead) | ~torch.isfinite(peak))[:, 0]
+
+
+def _descending(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` largest logits and their ids `[D, width]`, equals by ascending id."""
+    if width == logits.shape[1]:
+        value, token = torch.sort(logits, dim=-1, descending=True, stable=True)
+        return value, token
+    token = torch.topk(logits, width, dim=-1, sorted=False).indices.sort(dim=-1).values
+    value, order = torch.sort(logits.gather(1, token), dim=-1, descending=True, stable=True)
+    return value, token.gather(1, order)
+
+
+def _kept(
+    weight: Tensor, running: Tensor, total: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """How many of the best tokens the filters leave `[D, 1]`, at least 1, and whether they cut nothing."""
+    width = weight.shape[1]
+    everything = top_k >= vocab
+    uncut = everything & (top_p >= 1) & (min_p <= 0)
+    mass = torch.where(everything, total, running.gather(1, top_k.clamp(max=width) - 1))
+    before = torch.nn.functional.pad(running[:, :-1], (1, 0))
+    rank = torch.arange(width, dtype=torch.int64, device=weight.device)
+    keep = (rank < top_k) & ((before < top_p * mass) | (top_p >= 1)) & (weight >= min_p)
+    return torch.where(uncut, width, keep.sum(-1, keepdim=True).clamp(min=1)), uncut
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniform(
+    seeds: npt.NDArray[np.uint64], choices: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
+) -> FloatArray:
+    """`u` in [0, 1), fp64 `[S]`, for each (seed, choice, output position): the same on every machine.
+
+    A counter-based hash: each number is added, times the golden-ratio increment, and mixed by splitmix64's
+    finaliser (Steele, Lea, Flood 2014); the upper 53 bits make the fraction.
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(seeds.astype(np.uint64) + _GOLDEN)
+        state = _mix(state + (choices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+        state = _mix(state + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
