@@ -179,7 +179,8 @@ def _head_dim(fields: Fields, traits: _Family, hidden: int, heads: int) -> int:
     if head_dim is None:
         if hidden % heads:
             raise fields.fail(
-                f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads}), and head_dim is not given"
+                f"head_dim is not given, and hidden_size ({hidden}) is not a multiple of "
+                f"num_attention_heads ({heads})"
             )
         head_dim = hidden // heads
     if head_dim % 2:

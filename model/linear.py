@@ -45,7 +45,7 @@ class LinearBackend(Protocol):
         ...
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """weight `[out, in]`, bias `[out]` or None, both already on the device and in the dtype of the run."""
+        """weight `[out, in]`, bias `[out]` or None, both on the device and in the dtype of the run."""
         ...
 
 

@@ -164,20 +164,42 @@ class Rope:
     """Rotates queries and keys by their positions, in fp32, from tables of cos and sin."""
 
     def __init__(self, config: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> None:
-        """Tables for positions `[0, max_position)`: `[max_position, head_dim]` fp32 each."""
+        """Tables for positions `[0, max_position)`: two of `[max_position, head_dim]` fp32."""
         frequencies = inverse_frequencies(config, head_dim, device)
         positions = torch.arange(max_position, device=device, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)
         cos = angles.cos() * config.attention_factor
         sin = angles.sin() * config.attention_factor
-        self.half = head_dim // 2
-        self.cos = torch.cat((cos, cos), dim=-1)
-        # The sign belongs to the rotation's first half, so that one multiply-add does both.
-        self.sin = torch.cat((-sin, sin), dim=-1)
+        self._cos = torch.cat((cos, cos), dim=-1)
+        # The sign belongs to the rotation's first half; with it in the table one multiply-add does both.
+        self._sin = torch.cat((-sin, sin), dim=-1)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of `positions` `[T]` int64, each `[T, D]` fp32: pair i is columns i, i + D/2.
+
+        The rotation is `x * cos + swap(x) * sin`, where swap exchanges the halves of a head.
+        """
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def apply(self, x: Tensor, positions: Tensor) -> Tensor:
         """x `[T, H, D]`, positions `[T]` int64 -> `[T, H, D]` in x's dtype."""
-        cos = self.cos.index_select(0, positions).unsqueeze(1)
-        sin = self.sin.index_select(0, positions).unsqueeze(1)
+        cos, sin = self.rows(positions)
         wide = x.float()
-        return torch.addcmul(wide * cos, wide.roll(self.half, dims=-1), sin).to(x.dtype)
+        swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
+        return torch.addcmul(wide * cos.unsqueeze(1), swapped, sin.unsqueeze(1)).to(x.dtype)
+
+    def at(self, positions: Tensor) -> Rope:
+        """The same rope with the rows of `positions` looked up once, for a step's many layers."""
+        return _RopeAt(self, positions)
+
+
+class _RopeAt(Rope):
+    """A rope that remembers the rows of one tensor of positions (the very object) and asks for others."""
+
+    def __init__(self, rope: Rope, positions: Tensor) -> None:
+        self._rope = rope
+        self._positions = positions
+        self._rows = rope.rows(positions)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rows if positions is self._positions else self._rope.rows(positions)

@@ -1,0 +1,146 @@
+"""The decoder: ids in, logits out, for every supported family; it knows tensors, not requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention.base import AttentionStep, LayerKV
+from model.config import ModelConfig
+from model.heads import HeadMap, Segment
+from model.linear import Linear
+from model.rope import Rope
+from model.weights import LayerWeights, ModelWeights
+
+
+class Decoder:
+    """A pre-norm transformer of attention and gated MLP; its weights are read and never written."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        device: torch.device,
+        max_position: int | None = None,
+    ) -> None:
+        """`max_position` bounds the positions that will be asked for (default: the checkpoint's own)."""
+        self.config = config
+        self.weights = weights
+        self.rope = Rope(config.rope, config.head_dim, max_position or config.max_position_embeddings, device)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        attention: AttentionStep,
+        kv: Sequence[LayerKV],
+        wanted: Tensor,
+    ) -> Tensor:
+        """One step over a flat token axis; writes the step's K/V through `attention`.
+
+        ids, positions `[T]` int64; `segments` tile `[0, T)`; `kv` holds one view per layer; `wanted`
+        `[N]` int64 are the tokens whose logits are asked for. Returns logits `[N, V]` in fp32.
+        """
+        step = _Step(attention, _parts(segments, positions, self.rope))
+        x = F.embedding(ids, self.weights.embed)
+        last = self.config.num_layers - 1
+        for index, layer in enumerate(self.weights.layers):
+            x = x + self._attention(index, layer, x, step, kv[index])
+            if index == last:
+                x = x.index_select(0, wanted)  # nothing below mixes tokens
+            x = x + self._mlp(layer, x)
+        x = self._norm(x, self.weights.norm)
+        return self.weights.lm_head(x).float()
+
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, step: _Step, kv: LayerKV) -> Tensor:
+        """x `[T, hidden]` -> what attention adds to it."""
+        config = self.config
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        fused = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, head_dim)
+        q, k, v = fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
+        if layer.q_norm is not None:
+            q = self._norm(q, layer.q_norm)
+        if layer.k_norm is not None:
+            k = self._norm(k, layer.k_norm)
+        q, k, v = step.map_heads(index, q, k, v)
+        attended = step.attention.forward(q, k, v, kv, config.windows[index])
+        return step.project(index, attended.flatten(1), layer.o)
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        """x `[T, hidden]` -> what the gated MLP adds to it."""
+        gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
+        return layer.down(F.silu(gate) * up)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last axis, computed in fp32, in x's dtype."""
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A segment with what its head map needs in every layer."""
+
+    head_map: HeadMap
+    span: slice
+    positions: Tensor  # of the span
+    rope: Rope
+
+
+def _parts(segments: Sequence[Segment], positions: Tensor, rope: Rope) -> tuple[_Part, ...]:
+    """The segments, checked to tile the token axis `[0, T)`."""
+    ends = [0, *(segment.stop for segment in segments)]
+    starts = [*(segment.start for segment in segments), positions.shape[0]]
+    if ends != starts:
+        raise ValueError(f"segments must tile tokens [0, {positions.shape[0]}), got {segments}")
+    if len(segments) == 1:  # the usual case: nothing is sliced
+        return (_Part(segments[0].head_map, slice(None), positions, rope.at(positions)),)
+    parts = []
+    for segment in segments:
+        span = slice(segment.start, segment.stop)
+        parts.append(_Part(segment.head_map, span, positions[span], rope.at(positions[span])))
+    return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of one forward share."""
+
+    attention: AttentionStep
+    parts: tuple[_Part, ...]
+
+    def map_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Native q `[T, Hq, D]`, k, v `[T, Hkv, D]` -> q `[T, Hq, D]` and all segments' k, v as `[N, D]`."""
+        head_dim = q.shape[2]
+        queries, keys, values = [], [], []
+        for part in self.parts:
+            span = part.span
+            own_q, own_k, own_v = part.head_map.qkv(
+                layer, q[span], k[span], v[span], part.positions, part.rope
+            )
+            queries.append(own_q)
+            keys.append(own_k.reshape(-1, head_dim))
+            values.append(own_v.reshape(-1, head_dim))
+        return _joined(queries), _joined(keys), _joined(values)
+
+    def project(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
+        """attended `[T, Hq * D]` -> `[T, hidden]`; maps without weights of their own share a call."""
+        outputs = []
+        for owns, group in groupby(self.parts, key=lambda part: part.head_map.owns_output):
+            parts = tuple(group)
+            if owns:
+                outputs += [part.head_map.out(layer, attended[part.span], o_proj) for part in parts]
+            else:
+                shared = slice(parts[0].span.start, parts[-1].span.stop)
+                outputs.append(parts[0].head_map.out(layer, attended[shared], o_proj))
+        return _joined(outputs)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """Tensors in token order as one, without a copy where there is one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
