@@ -70,7 +70,9 @@ def _reason(repo_id: str, error: Exception) -> str:
     if isinstance(error, GatedRepoError):
         return f"it is gated; accept its terms at https://huggingface.co/{repo_id} and set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):
-        return "the hub knows no such repository; check the spelling, and set HF_TOKEN if it is private"
+        return (
+            "there is no such folder here and no such repository on the hub; if it is private, set HF_TOKEN"
+        )
     if isinstance(error, RevisionNotFoundError):
         return "the repository has no main branch"
     if isinstance(error, HfHubHTTPError):

