@@ -1,0 +1,94 @@
+"""A server that streams made-up tokens at a known pace, and misbehaves on request.
+
+What it does is chosen by the `model` of the request, so that a client's timing and its view of a
+broken stream can be tested without an engine.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+EVENTS = 20  # texts in a whole stream
+PACE = 0.05  # seconds before each
+TOKENS_PER_EVENT = 2  # so that counting chunks for tokens shows
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        mode = body["model"]
+        if mode == "busy":
+            self._refuse()
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        chat = self.path.endswith("/chat/completions")
+        if chat:
+            self._event(_choice(chat, "", role="assistant"))
+        for number in range(EVENTS):
+            time.sleep(PACE)
+            if number == EVENTS // 2:
+                if mode == "cut":
+                    self.close_connection = True
+                    return
+                if mode == "error":
+                    self._event({"error": {"message": "the engine gave up", "type": "server_error"}})
+                    break
+                if mode == "endless":
+                    self._chunk(b"")
+                    return
+            self._event(_choice(chat, f"t{number} "))
+        if mode != "no-usage":
+            self._event({"choices": [], "usage": {"completion_tokens": EVENTS * TOKENS_PER_EVENT}})
+        self._chunk(b"data: [DONE]\n\n")
+        self._chunk(b"")
+
+    def _refuse(self) -> None:
+        data = b'{"error": {"message": "the queue is full", "code": "queue_full"}}'
+        self.send_response(429)
+        self.send_header("Retry-After", "1")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self._chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.flush()
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+
+def _choice(chat: bool, text: str, role: str | None = None) -> dict[str, Any]:
+    if not chat:
+        return {"choices": [{"index": 0, "text": text}]}
+    delta = {"content": text} | ({"role": role} if role else {})
+    return {"choices": [{"index": 0, "delta": delta}]}
+
+
+@contextmanager
+def fake_sse() -> Iterator[str]:
+    """Run the server on a free port of this machine; yields its base URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
