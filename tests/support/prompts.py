@@ -11,7 +11,7 @@ ONE_TOKEN = "Hello"
 TEXTS: dict[str, str] = {
     "one token": ONE_TOKEN,
     "a plain sentence": "The capital of France is",
-    "python": 'def fibonacci(n: int) -> list[int]:\n    """The first n Fibonacci numbers."""\n    numbers = [',
+    "python": 'def fibonacci(n: int) -> list[int]:\n    """The first n numbers."""\n    numbers = [',
     "c": "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n        printf(",
     "sql": "SELECT customers.name, COUNT(orders.id) FROM customers LEFT JOIN orders ON",
     "json": '{"name": "Ada", "born": 1815, "fields": ["mathematics", ',

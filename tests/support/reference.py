@@ -87,7 +87,7 @@ class Reference:
 
     @torch.inference_mode()
     def perplexity(self, ids: Sequence[int]) -> float:
-        """exp of the mean negative log likelihood of `ids[1:]`; the logits are made 250 positions at a time."""
+        """exp of the mean negative log likelihood of `ids[1:]`; logits are made 250 rows at a time."""
         hidden = self.model.base_model(torch.tensor([list(ids)]), use_cache=False).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         losses = [

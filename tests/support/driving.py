@@ -1,0 +1,76 @@
+"""Drives an engine without threads: requests in, whole answers out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from server.engine.build import EngineFacts, EngineOptions, build_engine
+from server.engine.engine import Engine
+from server.engine.request import FinishReason, KVPeak, Request, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+_ids = itertools.count()
+
+
+@dataclass
+class Answer:
+    """One choice, as its events told it."""
+
+    ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str | None = None
+    kv: KVPeak | None = None
+
+
+def fp32_engine(folder: Path, **options: Any) -> tuple[Engine, EngineFacts]:
+    """An engine on the CPU in fp32 with a 64 MiB pool, unless `options` say otherwise."""
+    settings = {"device": "cpu", "dtype": "float32"} | options
+    if "kv_fraction" not in settings:
+        settings.setdefault("kv_memory", 64 << 20)
+    return build_engine(EngineOptions(**settings), folder)
+
+
+def greedy_request(
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    variant: str = "native",
+    stop_ids: Iterable[int] = (),
+    n: int = 1,
+    root: bytes = bytes(32),
+    sampling: SamplingParams = GREEDY,
+    **fields: Any,
+) -> Request:
+    """A request for one prompt; nothing but `tokens` and `stop_ids` ends it. Each gets an id of its own."""
+    return Request(
+        id=f"test-{next(_ids)}", variant=variant, prompts=(tuple(prompt),), n=n, max_tokens=tokens,
+        sampling=sampling, cache_root=root, stop_ids=frozenset(stop_ids), **fields,
+    )  # fmt: skip
+
+
+def run(engine: Engine, requests: Sequence[Request], max_steps: int = 20_000) -> list[list[Answer]]:
+    """Add all at once, step until nothing is left; the answers of each request's choices, in order."""
+    answers = {r.id: [Answer() for _ in range(len(r.prompts) * r.n)] for r in requests}
+    for request in requests:
+        engine.add(request)
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return [answers[r.id] for r in requests]
+        for event in engine.step():
+            answer = answers[event.request_id][event.index]
+            assert answer.finish is None, f"an event after the end of {event.request_id}[{event.index}]"
+            if event.token is not None:
+                answer.ids.append(event.token)
+            answer.finish, answer.error, answer.kv = event.finish, event.error, event.kv
+    raise AssertionError(f"the engine still has work after {max_steps} steps")
+
+
+def generate(engine: Engine, prompt: Sequence[int], tokens: int, **options: Any) -> list[int]:
+    """The ids of one greedy answer, alone in the engine."""
+    ((answer,),) = run(engine, [greedy_request(prompt, tokens, **options)])
+    assert answer.finish in (FinishReason.STOP, FinishReason.LENGTH), answer
+    return answer.ids
