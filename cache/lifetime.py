@@ -1,0 +1,71 @@
+"""When a block changes hands: made room for, published, let go."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cache.arrays import Int32
+from cache.chain import TokenChain
+from cache.state import CacheState, Slot
+
+
+def make_room(state: CacheState, need: int) -> bool:
+    """Evicts until `need` physical blocks are free; False, and nothing done, where they cannot be."""
+    short = need - state.store.free
+    if short > state.index.cached:
+        return False
+    if short > 0:
+        state.store.give_back(state.index.evict(short))
+    return True
+
+
+def take_from_index(state: CacheState, block: int, need: int) -> bool:
+    """For a block that only one sequence and the index hold, where a copy of it finds no room.
+
+    Takes it out of the index, so that the sequence may write into it, if then `need` physical blocks
+    can be made free. Its published descendants are held by nobody, and go with it: all cached blocks
+    do, of which there are fewer than a copy would take. False, and nothing done, otherwise.
+    """
+    reclaimable = state.store.free + state.index.cached
+    if state.store.refs[block] > 1 or need > reclaimable:
+        return False
+    make_room(state, reclaimable)
+    state.index.forget(np.array([block], dtype=np.int32))
+    return True
+
+
+def publish(state: CacheState, blocks: Int32, sequence: Slot, chain: TokenChain) -> None:
+    """Publishes a sequence's full blocks, from the first that is not published yet.
+
+    Where an equal block is published already: if nobody holds that one, this one takes its place and
+    frees it; if somebody does, this one stays private, and so does all that follows, until a later
+    try (whoever holds a published block holds its ancestors: see `PrefixIndex`).
+    """
+    index = state.index
+    while (at := sequence.published) < len(blocks):
+        parent = int(index.serial[blocks[at - 1]]) if at else 0
+        passed = index.publish(blocks[at:], chain, at, parent)
+        sequence.published += passed
+        if passed:
+            continue
+        rival = index.rival(chain, at, parent, sequence.variant)
+        if rival is None or index.lru.stamp[rival] < 0:
+            return
+        index.replace(rival, int(blocks[at]))
+        state.store.give_back(np.array([rival], dtype=np.int32))
+        sequence.published += 1
+
+
+def release(state: CacheState, blocks: Int32) -> None:
+    """The one place where blocks are let go, leaves first: those that no sequence and no planned copy
+    holds become cached if the prefix index knows them, else free."""
+    store, index = state.store, state.index
+    gone = blocks[(store.refs[blocks] == 0) & (store.pins[blocks] == 0)]
+    published = index.serial[gone] != 0
+    freed = gone[~published]
+    store.give_back(freed)
+    # A copy into a freed block is off. Its source, a leaf of what is queued here, has to go before.
+    sources = state.copies.cancel(freed)
+    if len(sources):
+        release(state, sources)
+    index.queue(gone[published])
