@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -14,20 +15,53 @@ _NFC_SHRINK = 4
 """Composing shrinks UTF-8 by no more than this. The worst known cases are 3: a Kelvin sign (3 bytes)
 becomes a K (1 byte), three Hangul jamo (9 bytes) one syllable (3 bytes)."""
 
+_NEVER_IN_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+
 _KEEPS_TEXT = {"ByteLevel", "Metaspace", "Digits"}
 
 
-def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
-    """The most UTF-8 bytes of input that one token can cover; None where nothing can be promised (text may
-    be dropped, unknown characters may be fused, or spaces around added tokens swallowed)."""
+@dataclass(frozen=True, slots=True)
+class TokenBound:
+    """One token covers at most `max_bytes` bytes of text, not counting the bytes in `dropped`, which the
+    vocabulary lacks and the library leaves out. `max_bytes` 0: nothing can be promised."""
+
+    max_bytes: int
+    dropped: bytes
+
+    def min_tokens(self, text: bytes) -> int:
+        """A text (UTF-8) has at least so many tokens; 0 where nothing can be promised. Costs a few scans."""
+        if self.max_bytes == 0:
+            return 0
+        covered = len(text) - sum(text.count(byte) for byte in self.dropped)
+        return -(-covered // self.max_bytes)
+
+
+NO_BOUND = TokenBound(0, b"")
+
+
+def token_bound(tokenizer: Tokenizer) -> TokenBound:
+    """NO_BOUND where text may vanish: spaces swallowed around added tokens, a normaliser or pre-tokeniser
+    that removes, characters that share one unknown token."""
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
-        return None
+        return NO_BOUND
     shrink = _shrink(_state(tokenizer.normalizer))
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    pre_tokenizer = _state(tokenizer.pre_tokenizer)
-    if shrink is None or not _keeps_text(pre_tokenizer) or not _covers_every_byte(tokenizer, vocab):
-        return None
-    return shrink * max(len(piece.encode()) for piece in vocab)
+    dropped = _dropped(tokenizer)
+    if shrink is None or dropped is None or not _keeps_text(_state(tokenizer.pre_tokenizer)):
+        return NO_BOUND
+    if shrink > 1 and dropped:
+        return NO_BOUND  # composing might turn covered bytes into dropped ones
+    return TokenBound(shrink * _longest(tokenizer), dropped)
+
+
+def _longest(tokenizer: Tokenizer) -> int:
+    """Bytes of text that the longest piece covers; a byte-level piece covers one byte a character."""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    plain = tokenizer.get_vocab(with_added_tokens=False).keys() - added
+    one_byte = _has_byte_level(_state(tokenizer.pre_tokenizer))
+    return max(
+        max((len(piece) if one_byte else len(piece.encode()) for piece in plain), default=1),
+        max((len(text.encode()) for text in added), default=1),
+    )
 
 
 def _state(part: Any) -> dict[str, Any] | None:
@@ -38,14 +72,19 @@ def _state(part: Any) -> dict[str, Any] | None:
     return state
 
 
-def _covers_every_byte(tokenizer: Tokenizer, vocab: dict[str, int]) -> bool:
-    """No character is unknown: byte tokens for all, or GPT-2's whole alphabet."""
+def _dropped(tokenizer: Tokenizer) -> bytes | None:
+    """The bytes of valid UTF-8 that the vocabulary cannot spell; None if whole characters may be unknown."""
     model = tokenizer.model
     if not isinstance(model, BPE):
-        return False
+        return None
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
     if model.byte_fallback:
-        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
-    return _has_byte_level(_state(tokenizer.pre_tokenizer)) and all(char in vocab for char in byte_alphabet())
+        return b"" if all(f"<0x{byte:02X}>" in vocab for byte in range(256)) else None
+    if not _has_byte_level(_state(tokenizer.pre_tokenizer)):
+        return None
+    return bytes(
+        byte for char, byte in byte_alphabet().items() if char not in vocab and byte not in _NEVER_IN_UTF8
+    )
 
 
 def _shrink(normalizer: dict[str, Any] | None) -> int | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from model.errors import ModelError
 from server.text.backend import Backend, load_backend
 from server.text.detokenizer import IncrementalDetokenizer, PieceReader, Unsupported, detokenizer, read_decoder
-from server.text.token_bytes import max_bytes_per_token
+from server.text.token_bytes import token_bound
 
 
 class Tokenizer:
@@ -37,8 +37,7 @@ class Tokenizer:
         eos = self._tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
         self.eos_ids: frozenset[int] = frozenset() if eos is None else frozenset({eos})
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.max_bytes_per_token: int | None = max_bytes_per_token(self._tokenizer)
-        """See `server.text.token_bytes`."""
+        self._bound = token_bound(self._tokenizer)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -64,6 +63,10 @@ class Tokenizer:
         """A fresh stream whose joined text equals `decode(ids)`; costs O(1) a token, over the whole text.
         `continuing`: the text follows an echoed prompt, so a sentencepiece leading space is kept."""
         return detokenizer(self._plan, self._read, continuing)
+
+    def min_tokens(self, text: bytes) -> int:
+        """A lower bound on the tokens of a UTF-8 text, without tokenising it; 0 where none can be given."""
+        return self._bound.min_tokens(text)
 
     def piece(self, token: int) -> str | None:
         """The vocabulary's own spelling of an id, None beyond the vocabulary."""
