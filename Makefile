@@ -33,10 +33,10 @@ chat: $(VENV)/.ready-run ## talk to the default model in the terminal
 fetch: $(VENV)/.ready-run ## download the default model and do nothing more
 	@$(BIN)/headroom fetch $(MODEL) $(ARGS)
 
-test: $(VENV)/.ready-test fetch ## run the suite (no GPU needed)
+test: $(VENV)/.ready-test .model ## run the suite (no GPU needed)
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.ready-test fetch ## run only the tests that `make test` leaves out
+test-slow: $(VENV)/.ready-test .model ## run only the tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-all: test test-slow ## run `make test`, then the slow tests
@@ -55,8 +55,13 @@ imports: $(VENV)/.ready-dev ## which room may import which
 
 check: lint types imports test ## all that a change must pass
 
+# The tests fetch the model too; here its progress shows, and takes no test's time.
+.PHONY: .model
+.model: $(VENV)/.ready-run
+	@$(BIN)/headroom fetch $(MODEL) || echo "Without the model, the tests that need it will be skipped"
+
 load: $(VENV)/.ready-test ## a minute of load, latency beside live cache bytes
-	@$(BIN)/python -m loadtest.run $(ARGS)
+	@$(BIN)/python -m loadtest.run --model $(MODEL) $(ARGS)
 
 clean: ## remove the virtual environment and what the tools left (fetched models stay)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
