@@ -104,8 +104,9 @@ class AccountBook:
             raise CacheError(f"account {number} is not open")
         return account
 
-    def __iter__(self) -> Iterator[Account]:
-        return (account for account in self._accounts if account is not None)
+    def numbered(self) -> Iterator[tuple[int, Account]]:
+        """(number, account) of every open account."""
+        return ((number, a) for number, a in enumerate(self._accounts) if a is not None)
 
 
 def measure(held: list[Int32], tokens: list[int], refs: Int32, heads: int, block_size: int) -> Holding:
@@ -119,7 +120,7 @@ def measure(held: list[Int32], tokens: list[int], refs: Int32, heads: int, block
     if len(held) == 1:
         alone = int(np.count_nonzero(refs[held[0]] == 1))
         return Holding(len(held[0]) * heads, alone * heads, tokens[0])
-    fills = [_fill(len(blocks), count, block_size) for blocks, count in zip(held, tokens, strict=True)]
+    fills = [fill_of(len(blocks), count, block_size) for blocks, count in zip(held, tokens, strict=True)]
     blocks, inverse, counts = np.unique(np.concatenate(held), return_inverse=True, return_counts=True)
     fill = np.zeros(len(blocks), dtype=np.int64)
     np.maximum.at(fill, inverse, np.concatenate(fills))
@@ -127,6 +128,6 @@ def measure(held: list[Int32], tokens: list[int], refs: Int32, heads: int, block
     return Holding(len(blocks) * heads, alone * heads, int(fill.sum()))
 
 
-def _fill(blocks: int, tokens: int, block_size: int) -> Int64:
+def fill_of(blocks: int, tokens: int, block_size: int) -> Int64:
     """Tokens in each block of a sequence: full ones, a partial one, empty ones."""
     return np.clip(tokens - np.arange(blocks, dtype=np.int64) * block_size, 0, block_size)

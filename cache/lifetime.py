@@ -1,4 +1,4 @@
-"""When a block changes hands: made room for, published, let go."""
+"""When a block changes hands: made room for, copied before a write, published, let go."""
 
 from __future__ import annotations
 
@@ -32,6 +32,28 @@ def take_from_index(state: CacheState, block: int, need: int) -> bool:
     make_room(state, reclaimable)
     state.index.forget(np.array([block], dtype=np.int32))
     return True
+
+
+def shared_tail(state: CacheState, number: int, sequence: Slot) -> int:
+    """The block that the sequence's next token goes into, if a sequence or the prefix index reads it
+    too, else -1. Only its last block can be: what follows a fork is a sequence's own."""
+    position = sequence.tokens // state.layout.block_size
+    if position >= sequence.blocks:
+        return -1
+    block = int(state.tables.blocks[number, position])
+    if state.store.refs[block] > 1 or state.index.serial[block]:
+        return block
+    return -1
+
+
+def copy_tail(state: CacheState, number: int, sequence: Slot, shared: int) -> None:
+    """Replaces the shared tail by a fresh block, and plans the copy that fills it."""
+    fresh = state.store.take(1, sequence.heads, sequence.variant)
+    state.tables.put(number, sequence.tokens // state.layout.block_size, fresh)
+    state.copies.add(shared, int(fresh[0]))
+    state.accounts.epoch += 1
+    state.store.refs[shared] -= 1
+    release(state, np.array([shared], dtype=np.int32))  # the copy's source is pinned, and so stays
 
 
 def publish(state: CacheState, blocks: Int32, sequence: Slot, chain: TokenChain) -> None:

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from cache.accounts import Account, AccountBook, Peak, measure
+from cache.accounts import Peak
 from cache.arrays import Int32
-from cache.blocks import BlockAllocator
 from cache.chain import TokenChain
-from cache.copies import BlockCopies, CopyPlan
+from cache.check import check_state
+from cache.copies import BlockCopies
 from cache.errors import CacheError
 from cache.layout import KVLayout
-from cache.lifetime import make_room, publish, release, take_from_index
+from cache.lifetime import copy_tail, make_room, publish, release, shared_tail, take_from_index
 from cache.pool import KVPool
-from cache.prefix import PrefixIndex
-from cache.state import CacheState, Slot, VariantSpec
-from cache.tables import RowTables
+from cache.report import BlockPage, CacheReport
+from cache.snapshot import block_page, cache_report
+from cache.state import Slot, VariantSpec, new_state, settle
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class CacheManager:
     """Per-KV-head paged cache: which blocks hold whose tokens.
 
     `max_seqs` sequences can be open at once, of at most `max_seq_len` tokens and `max_kv_heads` KV
-    heads each; `variants` are the attention modes that share the pool. Calls that break the rules
-    raise `CacheError`; a call that fails for want of room or otherwise changes nothing.
-    Used by one thread.
+    heads each; `variants` are the attention modes that share the pool, and `q_heads` the checkpoint's
+    query heads (for the MHA equivalent in reports). Calls that break the rules raise `CacheError`; a
+    call that fails, for want of room or otherwise, changes nothing. Used by one thread.
     """
 
     def __init__(
@@ -53,27 +53,17 @@ class CacheManager:
         max_seq_len: int,
         max_kv_heads: int,
         variants: Sequence[VariantSpec],
+        q_heads: int,
         prefix_cache: bool = True,
     ) -> None:
-        heads = [variant.kv_heads for variant in variants]
-        if not heads or max(heads) > max_kv_heads:
-            raise CacheError(f"variants with {heads} KV heads do not fit max_kv_heads {max_kv_heads}")
         self.pool = pool
         self.prefix_cache = prefix_cache
+        self._q_heads = q_heads
         self._block_size = layout.block_size
         self._max_blocks = layout.logical_blocks(max_seq_len)
         self._variant_number = {variant.name: number for number, variant in enumerate(variants)}
-        store = BlockAllocator(pool.total, max_heads=max_kv_heads, min_heads=min(heads))
-        self.state = CacheState(
-            layout=layout,
-            variants=tuple(variants),
-            store=store,
-            index=PrefixIndex(store, layout.block_size),
-            tables=RowTables(max_seqs, max_kv_heads, self._max_blocks, pool.device),
-            copies=CopyPlan(store),
-            accounts=AccountBook(),
-            slots=[None] * max_seqs,
-            free_slots=list(range(max_seqs - 1, -1, -1)),
+        self.state = new_state(
+            layout, pool, variants, max_seqs=max_seqs, max_heads=max_kv_heads, max_blocks=self._max_blocks
         )
 
     # ---- how full the pool is, in physical blocks; live + cached + free == total ----
@@ -110,7 +100,7 @@ class CacheManager:
     def peak(self, account: int) -> Peak:
         """The account at the most blocks it has held so far; O(1) while its structure stands still."""
         owner = self.state.accounts[account]
-        self._settle(owner)
+        settle(self.state, owner)
         return owner.peak
 
     # ---- before a sequence is admitted ----
@@ -141,21 +131,17 @@ class CacheManager:
         sequence was open before: what it finds then is not counted as the request's cache hit.
         """
         owner = self.state.accounts[account]
-        if not self.state.free_slots:
-            raise CacheError(f"all {len(self.state.slots)} sequence slots are taken")
         self._must_fit_table(num_tokens)
         hits = self._hits(chain, num_tokens, owner.variant)
         tokens = len(hits) * self._block_size
-        number = self._take_slot(
-            Slot(account, owner.heads, owner.variant, len(hits), tokens, published=len(hits))
-        )
-        owner.slots.add(number)
+        number = self._take_slot(Slot(account, owner.heads, owner.variant, len(hits), tokens, len(hits)))
         if len(hits):
             index, store = self.state.index, self.state.store
             index.unqueue(hits[index.lru.stamp[hits] >= 0])
             store.refs[hits] += 1
             self.state.tables.put(number, 0, hits)
-            self._resharing(owner)
+            owner.stale = True
+            self.state.accounts.epoch += 1
         if not recompute:
             owner.cached_tokens += tokens
         return Opened(number, tokens)
@@ -168,7 +154,7 @@ class CacheManager:
         """
         sequence = self._slot(slot)
         fresh = max(-(-num_tokens // self._block_size) - sequence.blocks, 0)
-        shared = self._shared_tail(slot, sequence) if num_tokens > sequence.tokens else -1
+        shared = shared_tail(self.state, slot, sequence) if num_tokens > sequence.tokens else -1
         if fresh == 0 and shared < 0:
             return True
         self._must_fit_table(num_tokens)
@@ -178,7 +164,8 @@ class CacheManager:
             shared = -1  # nobody else reads it any more
         owner = self.state.accounts[sequence.account]
         if shared >= 0:
-            self._copy_tail(slot, sequence, shared, owner)
+            copy_tail(self.state, slot, sequence, shared)
+            owner.stale = True
         if fresh:
             blocks = self.state.store.take(fresh, sequence.heads, sequence.variant)
             self.state.tables.put(slot, sequence.blocks, blocks)
@@ -213,19 +200,15 @@ class CacheManager:
                 f"slot {slot} has {parent.tokens} tokens of variant {parent.variant}; "
                 f"cannot fork {num_tokens} of variant {owner.variant}"
             )
-        if not self.state.free_slots:
-            raise CacheError(f"all {len(self.state.slots)} sequence slots are taken")
         count = -(-num_tokens // self._block_size)
         published = min(parent.published, num_tokens // self._block_size)
-        number = self._take_slot(
-            Slot(account, parent.heads, parent.variant, count, num_tokens, published)
-        )
-        owner.slots.add(number)
+        number = self._take_slot(Slot(account, parent.heads, parent.variant, count, num_tokens, published))
         if count:
             blocks = self.state.tables.blocks[slot, :count]
             self.state.store.refs[blocks] += 1
             self.state.tables.put(number, 0, blocks)
-        self._resharing(owner)
+            self.state.accounts.epoch += 1
+        owner.stale = True
         return number
 
     def close(self, slot: int) -> None:
@@ -233,14 +216,16 @@ class CacheManager:
         holds them. Preemption, abort and a normal end all come here."""
         sequence = self._slot(slot)
         owner = self.state.accounts[sequence.account]
-        self._settle(owner)  # the peak must be known before anything is let go
+        settle(self.state, owner)  # the peak must be known before anything is let go
         blocks = self.state.held(slot, sequence)[::-1].copy()  # leaves first
         self.state.slots[slot] = None
         self.state.free_slots.append(slot)
         owner.slots.discard(slot)
         self.state.store.refs[blocks] -= 1
+        if self.state.store.refs[blocks].any():
+            self.state.accounts.epoch += 1
+        owner.stale = True
         release(self.state, blocks)
-        self._resharing(owner)
 
     # ---- what the device must do before the step's writes ----
 
@@ -267,6 +252,20 @@ class CacheManager:
         first = self.state.tables.rows(slot)
         return range(first, first + self._slot(slot).heads)
 
+    # ---- what it looks like from outside ----
+
+    def report(self) -> CacheReport:
+        """The whole cache in numbers."""
+        return cache_report(self.state, self.pool, self._q_heads)
+
+    def blocks(self, offset: int, limit: int) -> BlockPage:
+        """Physical blocks `offset` to `offset + limit - 1`, column by column."""
+        return block_page(self.state, offset, limit)
+
+    def check(self) -> None:
+        """Recounts everything and raises `CacheError` on the first disagreement."""
+        check_state(self.state)
+
     # ---- inside ----
 
     def _variant(self, name: str) -> int:
@@ -282,8 +281,11 @@ class CacheManager:
         return slot
 
     def _take_slot(self, slot: Slot) -> int:
+        if not self.state.free_slots:
+            raise CacheError(f"all {len(self.state.slots)} sequence slots are taken")
         number = self.state.free_slots.pop()
         self.state.slots[number] = slot
+        self.state.accounts[slot.account].slots.add(number)
         return number
 
     def _must_fit_table(self, num_tokens: int) -> None:
@@ -294,40 +296,3 @@ class CacheManager:
         if not self.prefix_cache:
             return np.zeros(0, dtype=np.int32)
         return self.state.index.find(chain, max(num_tokens - 1, 0) // self._block_size, variant)
-
-    def _shared_tail(self, number: int, sequence: Slot) -> int:
-        """The block that the next token goes into, if someone else reads it too, else -1."""
-        position = sequence.tokens // self._block_size
-        if position >= sequence.blocks:
-            return -1
-        block = int(self.state.tables.blocks[number, position])
-        if self.state.store.refs[block] > 1 or self.state.index.serial[block]:
-            return block
-        return -1
-
-    def _copy_tail(self, number: int, sequence: Slot, shared: int, owner: Account) -> None:
-        """Replaces the shared tail by a fresh block, and plans the copy that fills it."""
-        position = sequence.tokens // self._block_size
-        fresh = self.state.store.take(1, sequence.heads, sequence.variant)
-        self.state.tables.put(number, position, fresh)
-        self.state.copies.add(shared, int(fresh[0]))
-        self.state.store.refs[shared] -= 1
-        release(self.state, np.array([shared], dtype=np.int32))
-        self._resharing(owner)
-
-    def _resharing(self, owner: Account) -> None:
-        """Which blocks are shared has changed: exclusive counts must be measured when next needed."""
-        self.state.accounts.epoch += 1
-        owner.stale = True
-
-    def _settle(self, owner: Account) -> None:
-        """Brings an account's totals and peak up to date."""
-        book = self.state.accounts
-        if owner.stale or (owner.blocks > owner.peak_blocks and owner.epoch != book.epoch):
-            sequences = [(number, self._slot(number)) for number in owner.slots]
-            held = [self.state.held(number, slot) for number, slot in sequences]
-            tokens = [slot.tokens for _, slot in sequences]
-            now = measure(held, tokens, self.state.store.refs, owner.heads, self._block_size)
-            owner.blocks, owner.exclusive, owner.tokens = now
-            owner.stale, owner.epoch = False, book.epoch
-        owner.raise_peak()
