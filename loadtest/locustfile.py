@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -39,14 +39,17 @@ def add_options(parser: LocustArgumentParser) -> None:
 
 
 class Samples:
-    """Every value as measured; locust itself rounds what it keeps."""
+    """Every value as measured (locust itself rounds what it keeps), and what went wrong how often."""
 
     def __init__(self) -> None:
         self.values: defaultdict[str, list[float]] = defaultdict(list)
+        self.failures: Counter[str] = Counter()
+        self.refused = 0
         self.users = count()
 
     def save(self, path: str) -> None:
-        Path(path).write_text(json.dumps(self.values))
+        content = {"values": self.values, "failures": self.failures, "refused": self.refused}
+        Path(path).write_text(json.dumps(content))
 
 
 @events.init.add_listener
@@ -98,9 +101,9 @@ class StreamUser(FastHttpUser):
             if response.status_code == 429:
                 response.request_meta["name"] = f"{name} refused: 429"
                 response.success()
-                self.environment.samples.values["refused"].append(1.0)
+                self.environment.samples.refused += 1
             else:
-                response.failure(f"HTTP {response.status_code}: {response.error}")
+                self._fail(response, f"HTTP {response.status_code}: {response.error}")
         gevent.sleep(1.0)  # do not hammer a server that refuses
         return None
 
@@ -111,13 +114,17 @@ class StreamUser(FastHttpUser):
         except (StreamError, *FAILURE_EXCEPTIONS) as error:
             response.release()
             meta["response_time"] = (time.perf_counter() - started) * 1000.0
-            response.failure(error)
+            self._fail(response, f"{type(error).__name__}: {error}")
             return None
         meta["response_time"] = times.total
         meta["response_length"] = sum(len(text.encode()) for text in times.text)
         response.success()
         self._report(name, times)
         return "".join(times.text)
+
+    def _fail(self, response: Any, message: str) -> None:
+        self.environment.samples.failures[message] += 1
+        response.failure(message)
 
     def _report(self, name: str, times: StreamTimes) -> None:
         self._fire(name, "total", "", times.total)

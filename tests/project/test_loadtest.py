@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,9 +26,11 @@ needs_locust = pytest.mark.skipif(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished locust run: its samples by name, and locust's own rows by (type, name)."""
+    """A finished locust run: its samples, failures and refusals, and locust's own rows by (type, name)."""
 
     samples: dict[str, list[float]]
+    failures: dict[str, int]
+    refused: int
     rows: dict[tuple[str, str], dict[str, float]]
 
 
@@ -43,7 +46,9 @@ def locust(model: str, folder: Path, users: str = "ChatUser", seconds: int = 2) 
         )
     assert samples.is_file(), done.stderr
     rows = json.loads(done.stdout[done.stdout.index("[") :])
-    return Run(json.loads(samples.read_text()), {(row["method"], row["name"]): row for row in rows})
+    kept = json.loads(samples.read_text())
+    by_name = {(row["method"], row["name"]): row for row in rows}
+    return Run(kept["values"], kept["failures"], kept["refused"], by_name)
 
 
 @needs_locust
@@ -72,11 +77,20 @@ def test_times_are_those_of_the_stream(users: str, name: str, tmp_path: Path) ->
 
 
 @needs_locust
-@pytest.mark.parametrize("mode", ["cut", "error", "endless", "no-usage"])
-def test_a_broken_stream_is_a_failure(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("cut", "Error"),
+        ("error", "the engine gave up"),
+        ("endless", r"without \[DONE\]"),
+        ("no-usage", "usage"),
+    ],
+)
+def test_a_broken_stream_is_a_failure(mode: str, says: str, tmp_path: Path) -> None:
     run = locust(mode, tmp_path)
+    assert all(re.search(says, message) for message in run.failures)
     row = run.rows["POST", "chat"]
-    assert row["num_requests"] == row["num_failures"] >= 1
+    assert row["num_requests"] == row["num_failures"] == sum(run.failures.values()) >= 1
     assert "ttft" not in run.samples  # a broken stream lends its times to no average
     assert set(run.rows) == {("POST", "chat")}
 
@@ -86,7 +100,7 @@ def test_a_refusal_is_counted_apart(tmp_path: Path) -> None:
     run = locust("busy", tmp_path)
     assert set(run.rows) == {("POST", "chat refused: 429")}
     assert run.rows["POST", "chat refused: 429"]["num_failures"] == 0
-    assert len(run.samples["refused"]) == run.rows["POST", "chat refused: 429"]["num_requests"] >= 1
+    assert run.refused == run.rows["POST", "chat refused: 429"]["num_requests"] >= 1
 
 
 def event(text: str | None = None, **more: object) -> bytes:

@@ -1,0 +1,233 @@
+"""`make load`: a server of its own, a minute of locust, and latency beside the cache it took.
+
+    python -m loadtest.run [--model MODEL] [--users N] [--seconds N] [--seed N] [--serve "FLAGS"] [--url URL]
+
+With `--url` a server that already runs is loaded instead, and left running. Exit code 1 if a stream
+failed or none was finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+START_SECONDS = 600.0  # the first start may fetch the model
+STOP_SECONDS = 40.0
+SAMPLE_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the locust run saw: values in ms (rates in tokens a second), failures, refusals, seconds."""
+
+    values: dict[str, list[float]]
+    failures: dict[str, int]
+    refused: int
+    seconds: float
+
+
+class CacheWatch:
+    """Reads `/v1/kv` a few times a second and keeps the report with the most live bytes."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cache-watch", daemon=True)
+        self.peak: dict[str, Any] | None = None
+
+    def __enter__(self) -> CacheWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            try:
+                report = get_json(f"{self._url}/v1/kv")
+            except OSError:
+                continue  # one missed sample; a dead server shows in the streams
+            if self.peak is None or live_bytes(report) > live_bytes(self.peak):
+                self.peak = report
+
+
+def live_bytes(report: dict[str, Any]) -> int:
+    """Bytes held by running and waiting sequences in a `/v1/kv` report."""
+    return int(report["states"]["live"]["bytes"])
+
+
+def get_json(url: str) -> Any:
+    """GET and decode; raises OSError if there is no answer within 5 s or it is an error."""
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        return json.load(reply)
+
+
+@contextmanager
+def serving(model: str, flags: str) -> Iterator[str]:
+    """A server on a free port, ready on entry and stopped on exit whatever happens; yields its URL."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "server.cli", "serve", model, "--port", str(port), *shlex.split(flags)]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, process)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Return when `/health` answers 200. SystemExit if the server ends, or takes START_SECONDS."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended with code {process.returncode} before it was ready")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"the server was not ready after {START_SECONDS:.0f} s")
+
+
+def run_locust(url: str, users: int, seconds: int, seed: int) -> Measured:
+    """Run the locustfile without its web page; raises SystemExit with locust's words if it broke."""
+    model = get_json(f"{url}/v1/models")["data"][0]["id"]
+    with tempfile.TemporaryDirectory(prefix="headroom-load-") as folder:
+        samples = Path(folder) / "samples.json"
+        command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "--json"]
+        command += ["--host", url, "-u", str(users), "-r", str(users), "-t", f"{seconds}s", "--skip-log"]
+        command += ["--model", model, "--seed", str(seed), "--samples", str(samples)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if not samples.is_file():
+            raise SystemExit(f"locust ended with code {done.returncode}:\n{done.stderr}")
+        kept = json.loads(samples.read_text())
+    return Measured(kept["values"], kept["failures"], kept["refused"], float(seconds))
+
+
+def quantile(values: list[float], q: float) -> float:
+    """The smallest value that at least the share `q` of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * round(q * 1000) // 1000) - 1)]
+
+
+def latency_table(measured: Measured) -> Table:
+    """Times of whole streams only: one that failed lends its times to no average."""
+    table = Table(title="Streams", title_justify="left")
+    for heading in ("", "p50", "p99", "values"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    rows = (
+        ("first text (TTFT)", "ttft", "ms"),
+        ("between texts (ITL)", "itl", "ms"),
+        ("whole stream", "total", "ms"),
+    )
+    for label, name, unit in (*rows, ("output rate of a stream", "rate", "tok/s")):
+        values = measured.values.get(name, [])
+        if values:
+            # Of a rate, the slow end is the low one.
+            ends = (0.5, 0.01) if name == "rate" else (0.5, 0.99)
+            cells = [f"{quantile(values, q):,.1f} {unit}" for q in ends]
+            table.add_row(label, *cells, f"{len(values):,}")
+    return table
+
+
+def totals_table(measured: Measured, peak: dict[str, Any] | None) -> Table:
+    """Throughput, what went wrong, and the cache at the moment of most live bytes."""
+    tokens = sum(measured.values.get("output_tokens", []))
+    table = Table(title="Totals", title_justify="left", show_header=False)
+    table.add_row("finished streams", f"{len(measured.values.get('total', [])):,}")
+    table.add_row("failed streams", f"{sum(measured.failures.values()):,}")
+    table.add_row("refused (429)", f"{measured.refused:,}")
+    table.add_row("output", f"{tokens / measured.seconds:,.1f} tok/s in finished streams")
+    if peak is None:
+        table.add_row("peak live cache", "never seen: /v1/kv gave no answer")
+        return table
+    pool, variants = peak["pool"], peak["variants"]
+    waste = sum(variant["tail_waste_bytes"] for variant in variants)
+    live = live_bytes(peak)
+    table.add_row(
+        "peak live cache", f"{mib(live)}, {live / pool['bytes']:.1%} of the pool of {mib(pool['bytes'])}"
+    )
+    table.add_row("  of it tail waste", mib(waste))
+    table.add_row("  as MHA it were", mib(sum(variant["mha_equivalent_bytes"] for variant in variants)))
+    return table
+
+
+def mib(count: int) -> str:
+    """Bytes in MiB with one decimal."""
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def report(measured: Measured, peak: dict[str, Any] | None, console: Console) -> bool:
+    """Print the two tables; whether every stream was whole and there was one."""
+    console.print(latency_table(measured))
+    console.print(totals_table(measured, peak))
+    for message, times in sorted(measured.failures.items()):
+        console.print(f"failed {times}x: {message}", markup=False, highlight=False)
+    return not measured.failures and bool(measured.values.get("total"))
+
+
+def main() -> int:
+    """Run the load test; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.run", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m", help="what to serve (default: %(default)s)")
+    parser.add_argument("--users", type=int, default=8, help="users at once (default: %(default)s)")
+    parser.add_argument("--seconds", type=int, default=60, help="how long (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of prompts and sampling (default: %(default)s)")
+    parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags for headroom serve")
+    parser.add_argument("--url", help="load this server instead of starting one")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _terminated)
+    console = Console(highlight=False)
+    if options.url:
+        good = load(options.url.rstrip("/"), options, console)
+    else:
+        with serving(options.model, options.serve) as url:
+            good = load(url, options, console)
+    return 0 if good else 1
+
+
+def load(url: str, options: argparse.Namespace, console: Console) -> bool:
+    """Load the server at `url` and report; whether all went well."""
+    console.print(f"{options.users} users for {options.seconds} s against {url}")
+    with CacheWatch(url) as watch:
+        measured = run_locust(url, options.users, options.seconds, options.seed)
+    return report(measured, watch.peak, console)
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    """Leave through every `finally`, so that the server is stopped."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
