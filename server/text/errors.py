@@ -1,4 +1,4 @@
-"""What the words can refuse, and how a running answer can fail; the API turns both into OpenAI error bodies."""
+"""What the words can refuse, and how a running answer can fail; the API makes OpenAI error bodies of both."""
 
 from __future__ import annotations
 

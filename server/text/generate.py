@@ -1,16 +1,21 @@
-"""Step 9 of a request's trip: token events become text deltas; a stop string ends its choice."""
+"""Step 9 of a request's trip: token events become text deltas; a stop string ends its choice.
+
+Usage ends at the token that completed a stop: what the engine drew before it heard of it is not counted.
+Stop strings are looked for in the text of token number `min_tokens` and after, never in the prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from server.engine.request import FinishReason, KVPeak, Request, TokenEvent
+from server.text.errors import GenerationError
 from server.text.prepare import Prepared
-
-if TYPE_CHECKING:
-    from server.text.tokenizer import Tokenizer
+from server.text.stops import StopMatcher
+from server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +42,18 @@ class Done:
     kv: KVPeak
 
 
+class EventStream(Protocol):
+    """What `submit` gives: a list of events per hand-over, until every choice has ended."""
+
+    async def __anext__(self) -> list[TokenEvent]: ...
+
+    async def aclose(self) -> None: ...
+
+
 class TokenService(Protocol):
     """The part of `EngineService` that generation needs."""
 
-    async def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
+    async def submit(self, request: Request) -> EventStream:
         """Raises QueueFull, Draining or EngineDead; the stream ends after every choice has ended."""
         ...
 
@@ -49,23 +62,134 @@ class TokenService(Protocol):
         ...
 
 
+async def generate(service: TokenService, prepared: Prepared, tokenizer: Tokenizer) -> Generation:
+    """Submits now (so QueueFull, Draining and EngineDead are raised here, before any header is sent) and
+    returns the answer to iterate: `generation = await generate(...)`, `async for item in generation`,
+    `await generation.aclose()` in a finally."""
+    stream = await service.submit(prepared.request) if prepared.request is not None else None
+    return Generation(service, stream, prepared, tokenizer)
+
+
 class Generation:
-    """An async iterator of ChoiceDelta, then one Done. `aclose()` (or an exception) aborts the request."""
+    """An async iterator of ChoiceDelta, then one Done. `aclose()` aborts whatever still runs."""
+
+    def __init__(
+        self, service: TokenService, stream: EventStream | None, prepared: Prepared, tokenizer: Tokenizer
+    ) -> None:
+        """`stream` None: there is nothing to generate, every choice ends at once with `length`."""
+        self._service = service
+        self._stream = stream
+        self._prepared = prepared
+        self._kv = KVPeak(blocks=0, exclusive=0, tokens=0, cached_tokens=0)
+        self._choices = [_Choice(prepared, tokenizer) for _ in range(prepared.num_choices)]
+        self._running = 0 if stream is None else len(self._choices)
+        self._items: deque[ChoiceDelta | Done] = deque()
+        end = FinishReason.LENGTH if stream is None else None
+        for index in range(len(self._choices)):
+            echo = prepared.echo[index // prepared.n] if prepared.echo else ""
+            if echo or end is not None:
+                self._items.append(ChoiceDelta(index, echo, (), end))
+        if stream is None:
+            self._items.append(self._done())
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> ChoiceDelta | Done:
         """Raises GenerationError if the engine gave up on a choice (the rest is aborted)."""
-        raise NotImplementedError
+        while not self._items:
+            if self._stream is None:
+                raise StopAsyncIteration
+            try:
+                events = await anext(self._stream)
+            except StopAsyncIteration:
+                await self.aclose()
+                raise GenerationError("The engine ended this answer before it was complete.") from None
+            await self._hand_over(events)
+        return self._items.popleft()
 
     async def aclose(self) -> None:
-        """Frees whatever still runs; safe to call twice, and after the end."""
-        raise NotImplementedError
+        """Aborts whatever still runs; safe to call twice, and after the end."""
+        stream, self._stream = self._stream, None
+        self._items.clear()
+        if stream is None:
+            return
+        if self._running:
+            self._service.abort(self._prepared.request_id)
+        await stream.aclose()
+
+    async def _hand_over(self, events: Iterable[TokenEvent]) -> None:
+        """One step's events to at most one delta a choice, and Done after the last choice's end."""
+        changed: dict[int, _Choice] = {}
+        for event in events:
+            choice = self._choices[event.index]
+            if choice.ended:
+                continue  # drawn, or aborted, after the stop string
+            if event.finish is FinishReason.ERROR:
+                await self.aclose()
+                raise GenerationError(event.error or "The engine failed on this answer.")
+            self._kv = event.kv
+            choice.take(event)
+            changed[event.index] = choice
+            if choice.ended:
+                self._running -= 1
+                if event.finish is None:
+                    self._service.abort(self._prepared.request_id, event.index)
+        self._items.extend(choice.delta(index) for index, choice in changed.items())
+        if not self._running and self._stream is not None:
+            stream, self._stream = self._stream, None
+            await stream.aclose()
+            self._items.append(self._done())
+
+    def _done(self) -> Done:
+        return Done(
+            prompt_tokens=self._prepared.prompt_tokens,
+            completion_tokens=sum(choice.count for choice in self._choices),
+            cached_tokens=self._kv.cached_tokens,
+            kv=self._kv,
+        )
 
 
-async def generate(service: TokenService, prepared: Prepared, tokenizer: Tokenizer) -> Generation:
-    """Submits now (so QueueFull, Draining and EngineDead are raised here, before any header is sent) and
-    returns the answer to iterate: `generation = await generate(...)`, `async for item in generation`,
-    `await generation.aclose()` in a finally."""
-    raise NotImplementedError
+class _Choice:
+    """One choice's way from tokens to text. `finish` is set once; `count` are its output tokens."""
+
+    def __init__(self, prepared: Prepared, tokenizer: Tokenizer) -> None:
+        self.finish: FinishReason | None = None
+        self.count = 0
+        self._detokenizer = tokenizer.detokenizer(continuing=bool(prepared.echo))
+        self._matcher = StopMatcher(prepared.stops)
+        self._min_tokens = prepared.min_tokens
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None
+
+    def take(self, event: TokenEvent) -> None:
+        """Adds one event to the pending delta."""
+        if event.token is not None:
+            self.count += 1
+            self._tokens.append(event.token)
+            if event.finish is not FinishReason.STOP:  # the id that ends a choice has no text
+                self._add(self._detokenizer.push(event.token))
+        if event.finish is not None and not self.ended:
+            self._add(self._detokenizer.finish())
+            if not self.ended:
+                self._text.append(self._matcher.finish())
+                self.finish = event.finish
+
+    def delta(self, index: int) -> ChoiceDelta:
+        """The pending delta, which starts anew."""
+        news = ChoiceDelta(index, "".join(self._text), tuple(self._tokens), self.finish)
+        self._text, self._tokens = [], []
+        return news
+
+    def _add(self, text: str) -> None:
+        if self.count < self._min_tokens:
+            self._text.append(text)
+            return
+        result = self._matcher.push(text)
+        self._text.append(result.text)
+        if result.stop is not None:
+            self.finish = FinishReason.STOP

@@ -1,19 +1,36 @@
-"""Step 2 of a request's trip: an ask becomes a `Request` that cannot be wrong, or a `RequestError`."""
+"""Step 2 of a request's trip: an ask becomes a `Request` that cannot be wrong, or a `RequestError`.
+
+The checks go from cheap to dear, and a prompt that is certainly too long is refused by its bytes, before
+anything is tokenised. No check changes what was asked: whatever does not fit is an error that says so.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
 from server.engine.request import Request
+from server.engine.roots import cache_root
 from server.text.asks import ChatAsk, CompletionAsk, SamplingAsk
+from server.text.chat import ChatTemplate
+from server.text.lengths import Budget, too_long
+from server.text.params import MAX_CHOICES, Terms, integer, refuse, terms, text
+from server.text.prompts import check_ids, read_prompts
 from server.text.served import ServedModel, ServedVariant
-
-if TYPE_CHECKING:
-    from server.text.chat import ChatTemplate
-    from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 
 __all__ = ["ChatAsk", "CompletionAsk", "Prepared", "Preparer", "SamplingAsk", "ServedModel", "ServedVariant"]
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for completions; less where the prompt leaves less room. Chats default to all the room."""
+
+_INLINE_BYTES = 4096
+"""Texts up to this size are tokenised at once (about a millisecond), longer ones on the pool."""
+_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +62,129 @@ class Prepared:
 class Preparer:
     """Checks asks against one served model; long prompts are tokenised on a small bounded thread pool."""
 
-    def __init__(self, served: ServedModel, tokenizer: Tokenizer, chat: ChatTemplate) -> None: ...
+    def __init__(self, served: ServedModel, tokenizer: Tokenizer, chat: ChatTemplate) -> None:
+        self._served = served
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="headroom-tokenize")
+
+    async def start(self) -> str | None:
+        """Starts the template's worker ahead. Returns why chats will be refused, None if they will not."""
+        return await self._chat.start()
 
     async def completion(self, ask: CompletionAsk) -> Prepared:
         """Raises RequestError; never blocks the loop."""
-        raise NotImplementedError
+        model, variant = self._served.resolve(ask.model)
+        asked = None if ask.max_tokens is None else integer("max_tokens", ask.max_tokens, 0)
+        if ask.echo is not None and not isinstance(ask.echo, bool):
+            raise refuse("echo", ask.echo, "must be true or false")
+        given = read_prompts(ask.prompt, MAX_CHOICES)
+        checked = self._terms(ask, len(given.ids) or len(given.texts))
+        names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
+        ids: list[Sequence[Any]] = list(given.ids) or list(await self._encode(given.texts, names, variant))
+        budget = Budget(variant.max_len, asked, "max_tokens", DEFAULT_COMPLETION_TOKENS)
+        max_tokens = budget.max_tokens(names, [len(prompt) for prompt in ids])
+        prompts = tuple(
+            check_ids(name, prompt, self._served.vocab_rows) for name, prompt in zip(names, ids, strict=True)
+        )
+        echo = given.texts or tuple(self._tokenizer.decode(prompt) for prompt in prompts)
+        return self._prepared(ask, checked, model, variant, prompts, max_tokens, echo if ask.echo else ())
 
     async def chat(self, ask: ChatAsk) -> Prepared:
         """Raises RequestError (no template, a template's refusal, ...); never blocks the loop."""
-        raise NotImplementedError
+        model, variant = self._served.resolve(ask.model)
+        name, asked = "max_tokens", ask.max_tokens
+        if ask.max_completion_tokens is not None:
+            name, asked = "max_completion_tokens", ask.max_completion_tokens
+        if asked is not None:
+            integer(name, asked, 1)
+        checked = self._terms(ask, 1)
+        rendered = await self._chat.render(ask.messages)
+        ids = await self._encode([rendered], ["messages"], variant, special=False)
+        max_tokens = Budget(variant.max_len, asked, name, None).max_tokens(["messages"], [len(ids[0])])
+        prompts = (check_ids("messages", ids[0], self._served.vocab_rows),)
+        return self._prepared(ask, checked, model, variant, prompts, max_tokens, ())
 
-    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str, *, special: bool = True) -> list[int]:
         """Ids of any text, for /tokenize, off the loop when long."""
-        raise NotImplementedError
+        checked = text("prompt", prompt)
+        if len(checked.encode()) <= _INLINE_BYTES:
+            return self._encode_now(checked, special)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, partial(self._encode_now, checked, special))
 
-    def close(self) -> None:
+    async def tokenize_chat(self, messages: Sequence[Any]) -> list[int]:
+        """Ids of a rendered chat, for /tokenize with messages."""
+        return await self.tokenize(await self._chat.render(messages), special=False)
+
+    async def close(self) -> None:
         """Ends the thread pool and the template's worker."""
-        raise NotImplementedError
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        await self._chat.close()
+
+    async def _encode(
+        self, texts: Sequence[str], names: Sequence[str], variant: ServedVariant, special: bool = True
+    ) -> list[list[int]]:
+        for name, content in zip(names, texts, strict=True):
+            at_least = self._tokenizer.min_tokens(content.encode())
+            if at_least > variant.max_len:
+                raise too_long(name, f"at least {at_least}", variant.max_len)
+        return [await self.tokenize(content, special=special) for content in texts]
+
+    def _encode_now(self, content: str, special: bool) -> list[int]:
+        return self._tokenizer.encode(content) if special else self._tokenizer.encode_rendered(content)
+
+    def _terms(self, ask: CompletionAsk | ChatAsk, prompts: int) -> Terms:
+        served = self._served
+        return terms(
+            ask.sampling,
+            ask.cache_salt,
+            prompts=prompts,
+            eos_ids=served.eos_ids,
+            vocab_rows=served.vocab_rows,
+        )
+
+    def _prepared(
+        self,
+        ask: CompletionAsk | ChatAsk,
+        checked: Terms,
+        model: str,
+        variant: ServedVariant,
+        prompts: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+        echo: tuple[str, ...],
+    ) -> Prepared:
+        if checked.min_tokens > max_tokens:
+            raise refuse(
+                "min_tokens", checked.min_tokens, f"must not exceed the output's limit of {max_tokens} tokens"
+            )
+        root = cache_root(
+            fingerprint=self._served.fingerprint,
+            variant=f"{variant.name}:{variant.identity}",
+            kv_dtype=self._served.kv_dtype,
+            key_id=ask.key_id,
+            cache_salt=checked.cache_salt,
+        )
+        request = Request(
+            id=ask.request_id,
+            variant=variant.name,
+            prompts=prompts,
+            n=checked.n,
+            max_tokens=max_tokens,
+            sampling=checked.sampling,
+            cache_root=root,
+            min_tokens=checked.min_tokens,
+            stop_ids=checked.stop_ids,
+        )
+        return Prepared(
+            request_id=ask.request_id,
+            model=model,
+            variant=variant.name,
+            prompts=prompts,
+            n=checked.n,
+            prompt_tokens=sum(len(prompt) for prompt in prompts),
+            request=request if max_tokens else None,
+            stops=checked.stops,
+            min_tokens=checked.min_tokens,
+            echo=echo,
+        )

@@ -85,7 +85,6 @@ class TemplateProcess:
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,
-            env={},
             cwd="/",
             start_new_session=True,  # Ctrl-C at the terminal is the server's to handle
         )

@@ -79,7 +79,9 @@ def _confine(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _render(template: Any, variables: dict[str, Any], cpu_seconds: float, output_chars: int) -> dict[str, str]:
+def _render(
+    template: Any, variables: dict[str, Any], cpu_seconds: float, output_chars: int
+) -> dict[str, str]:
     # SIGPROF's default action ends the process, in the middle of a long C call too. Processor time, not
     # wall time: a busy machine must not refuse an honest template.
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -107,6 +109,10 @@ def _reason(error: Exception) -> str:
     if type(error) is jinja2.TemplateError and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # noqa: DTZ005  the server's own time, as transformers has it
 
 
 def _compile(source: str) -> Any:
@@ -173,7 +179,7 @@ def _compile(source: str) -> Any:
     environment.globals["dict"] = SafeDict()
     environment.globals["namespace"] = SafeNamespace
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source)
 
 

@@ -1,4 +1,4 @@
-"""How many bytes of text one token can stand for, so that a hopeless prompt is refused before it is cut up."""
+"""How many bytes of text one token can stand for, so that a hopeless prompt is refused before that."""
 
 from __future__ import annotations
 

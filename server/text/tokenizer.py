@@ -11,7 +11,13 @@ from pathlib import Path
 
 from model.errors import ModelError
 from server.text.backend import Backend, load_backend
-from server.text.detokenizer import IncrementalDetokenizer, PieceReader, Unsupported, detokenizer, read_decoder
+from server.text.detokenizer import (
+    IncrementalDetokenizer,
+    PieceReader,
+    Unsupported,
+    detokenizer,
+    read_decoder,
+)
 from server.text.token_bytes import token_bound
 
 

@@ -1,0 +1,184 @@
+"""Checks of everything a client may turn: each error names the parameter, the limit and the value.
+
+Types are checked too (a bool is no integer, a whole float is none either), so the checks hold whoever builds
+the ask.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from server.engine.request import SamplingParams
+from server.text.asks import SamplingAsk
+from server.text.errors import RequestError
+
+MAX_CHOICES = 128
+"""Choices of one request, over all its prompts."""
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 1024
+MAX_SALT_CHARS = 128
+MAX_TEMPERATURE = 2.0
+SEED_LOW, SEED_HIGH = -(2**63), 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The checked fields that both endpoints share. `stops` end a choice by its text, `stop_ids` by its
+    token; neither acts before `min_tokens` tokens."""
+
+    n: int
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    stop_ids: frozenset[int]
+    min_tokens: int
+    cache_salt: str
+
+
+def terms(ask: SamplingAsk, salt: Any, *, prompts: int, eos_ids: frozenset[int], vocab_rows: int) -> Terms:
+    """Checks everything that needs no token of the prompt. `ignore_eos` drops the checkpoint's end marks,
+    never the client's own stop ids."""
+    if ask.ignore_eos is not None and not isinstance(ask.ignore_eos, bool):
+        raise refuse("ignore_eos", ask.ignore_eos, "must be true or false")
+    own = _stop_ids(ask.stop_token_ids, vocab_rows)
+    return Terms(
+        n=_choices(ask.n, prompts),
+        sampling=_sampling(ask, vocab_rows),
+        stops=_stop_strings(ask.stop),
+        stop_ids=own if ask.ignore_eos else own | eos_ids,
+        min_tokens=0 if ask.min_tokens is None else integer("min_tokens", ask.min_tokens, 0),
+        cache_salt=_cache_salt(salt),
+    )
+
+
+def refuse(param: str, value: object, rule: str, code: str | None = None) -> RequestError:
+    """The error of one parameter: `temperature: must be a number from 0 to 2, got 3.`"""
+    return RequestError(f"{param}: {rule}, got {_shown(value)}.", param, code)
+
+
+def _shown(value: object) -> str:
+    """`value` for a message: short, and never a number that Python refuses to print (over 4300 digits)."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a number of more than 30 digits"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 60 else f"{value[:60]!r}... ({len(value)} characters)"
+    if isinstance(value, Sequence | Mapping):
+        return f"{'an object' if isinstance(value, Mapping) else 'a list'} with {len(value)} entries"
+    return repr(value)[:80]
+
+
+def integer(param: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` itself if it is an integer of the range."""
+    rule = (
+        f"must be an integer of at least {low}"
+        if high is None
+        else f"must be an integer from {low} to {high}"
+    )
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise refuse(param, value, rule)
+    if value < low or (high is not None and value > high):
+        raise refuse(param, value, rule)
+    return value
+
+
+def number(param: str, value: Any, low: float, high: float) -> float:
+    """`value` as a float if it is a finite number of the range."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not good:  # NaN compares false
+        raise refuse(param, value, f"must be a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def text(param: str, value: Any) -> str:
+    """`value` itself if it is a string that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise refuse(param, value, "must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{param}: character {error.start} is half of a surrogate pair, which is not valid Unicode.",
+            param,
+            "invalid_unicode",
+        ) from None
+    return value
+
+
+def _choices(asked: Any, prompts: int) -> int:
+    """`n`, 1 if left out; prompts times n is limited, because each choice holds cache of its own."""
+    n = 1 if asked is None else integer("n", asked, 1, MAX_CHOICES)
+    if n * prompts > MAX_CHOICES:
+        raise RequestError(
+            f"n: {prompts} prompts times n={n} make {n * prompts} choices; the limit is {MAX_CHOICES}.", "n"
+        )
+    return n
+
+
+def _sampling(ask: SamplingAsk, vocab_rows: int) -> SamplingParams:
+    """Defaults are OpenAI's: temperature 1, no filter, a seed drawn here if none is given. top_p 0 keeps
+    only the likeliest token, so it is greedy; top_k 0, -1 and more than the vocabulary mean all; seeds are
+    taken modulo 2^64. A generation_config.json changes no default."""
+    temperature = (
+        1.0 if ask.temperature is None else number("temperature", ask.temperature, 0, MAX_TEMPERATURE)
+    )
+    top_p = 1.0 if ask.top_p is None else number("top_p", ask.top_p, 0, 1)
+    top_k = 0 if ask.top_k is None else integer("top_k", ask.top_k, -1)
+    if ask.seed is None:
+        seed = secrets.randbits(64)
+    else:
+        seed = integer("seed", ask.seed, SEED_LOW, SEED_HIGH) % 2**64
+    return SamplingParams(
+        temperature=temperature if top_p > 0 else 0.0,
+        top_p=top_p or 1.0,
+        top_k=top_k if 0 < top_k < vocab_rows else 0,
+        min_p=0.0 if ask.min_p is None else number("min_p", ask.min_p, 0, 1),
+        seed=seed,
+    )
+
+
+def _stop_ids(value: Any, vocab_rows: int) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    if not _is_list(value):
+        raise refuse("stop_token_ids", value, "must be a list of token ids")
+    if len(value) > MAX_STOP_IDS:
+        raise refuse("stop_token_ids", len(value), f"at most {MAX_STOP_IDS} ids are allowed")
+    return frozenset(
+        integer(f"stop_token_ids[{i}]", token, 0, vocab_rows - 1) for i, token in enumerate(value)
+    )
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    """One string, or up to MAX_STOPS; an empty one would stop everything at once, so it is an error."""
+    if value is None:
+        return ()
+    listed = [value] if isinstance(value, str) else value
+    if not _is_list(listed):
+        raise refuse("stop", value, "must be a string or a list of strings")
+    if len(listed) > MAX_STOPS:
+        raise refuse("stop", len(listed), f"at most {MAX_STOPS} stop strings are allowed")
+    stops = []
+    for index, stop in enumerate(listed):
+        param = "stop" if isinstance(value, str) else f"stop[{index}]"
+        if not text(param, stop):
+            raise RequestError(f"{param}: a stop string must not be empty.", "stop")
+        if len(stop) > MAX_STOP_CHARS:
+            raise refuse(param, len(stop), f"at most {MAX_STOP_CHARS} characters are allowed")
+        stops.append(stop)
+    return tuple(stops)
+
+
+def _cache_salt(value: Any) -> str:
+    """Up to MAX_SALT_CHARS characters; empty if left out."""
+    if value is None:
+        return ""
+    if len(text("cache_salt", value)) > MAX_SALT_CHARS:
+        raise refuse("cache_salt", len(value), f"at most {MAX_SALT_CHARS} characters are allowed")
+    return str(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
