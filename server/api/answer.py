@@ -1,0 +1,195 @@
+"""Step 10 of a request's trip: a generation becomes one JSON answer or a stream of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, json_response
+from server.api.state import ApiState
+from server.api.stream import EventStream, until_gone
+from server.engine.errors import Draining, EngineError, QueueFull
+from server.engine.request import FinishReason
+from server.metrics import TokenClock
+from server.text.errors import RequestError
+from server.text.generate import ChoiceDelta, Done, Generation, generate
+from server.text.prepare import Prepared
+
+_log = logging.getLogger(__name__)
+_DONE = b"data: [DONE]\n\n"
+
+
+class Shape(Protocol):
+    """What tells /v1/completions from /v1/chat/completions in an answer."""
+
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first choice object of a choice in a stream, if it has one before its text."""
+        ...
+
+    def delta(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+        """A choice object in a stream; `finish` only on the last one, whose text is empty."""
+        ...
+
+    def whole(self, index: int, text: str, finish: str) -> dict[str, Any]:
+        """The choice object of an answer in one piece."""
+        ...
+
+
+class Answer:
+    """One call's answer: constant id, time and model, whatever form it takes."""
+
+    def __init__(self, state: ApiState, prepared: Prepared, shape: Shape, clock: TokenClock) -> None:
+        self._state = state
+        self._prepared = prepared
+        self._shape = shape
+        self._clock = clock
+        self._recorded = False
+        self._head = {
+            "id": prepared.request_id,
+            "created": int(time.time()),
+            "model": prepared.model,
+            "system_fingerprint": state.fingerprint,
+        }
+
+    async def whole(self, request: Request) -> Response:
+        """The answer in one piece; ClientGone, with everything freed, if the client leaves before it."""
+        generation = await generate(self._state.service, self._prepared, self._state.tokenizer)
+        try:
+            body = await until_gone(request.receive, self._collect(generation))
+        finally:
+            await generation.aclose()
+        self._record("ok")
+        return json_response(body, headers=self._headers())
+
+    async def stream(self, request: Request, include_usage: bool) -> Response:
+        """The answer as events. What fails before the first token is still an ordinary HTTP error."""
+        generation = await generate(self._state.service, self._prepared, self._state.tokenizer)
+        try:
+            first = await until_gone(request.receive, anext(generation))
+        except BaseException:
+            await generation.aclose()
+            raise
+        events = self._events(generation, first, include_usage)
+        return EventStream(events, self._headers(), self._state.settings.stall_seconds, self._left)
+
+    def _left(self) -> None:
+        self._record("client_gone")
+
+    def _record(self, outcome: str) -> None:
+        """The first outcome counts: a client may close its end just as the last event reaches it."""
+        if not self._recorded:
+            self._recorded = True
+            self._state.metrics.outcome(outcome)
+
+    def _headers(self) -> dict[str, str]:
+        return {"x-request-id": self._prepared.request_id}
+
+    async def _collect(self, generation: Generation) -> dict[str, Any]:
+        texts = [[echo] if echo else [] for echo in self._echoes()]
+        reasons: dict[int, str] = {}
+        usage: dict[str, Any] = {}
+        async for item in generation:
+            if isinstance(item, Done):
+                usage = self._usage(item)
+                continue
+            self._clock.tokens(item.index, len(item.tokens))
+            texts[item.index].append(item.text)
+            if item.finish_reason is not None:
+                reasons[item.index] = _finish(item.finish_reason)
+        choices = [self._shape.whole(i, "".join(parts), reasons[i]) for i, parts in enumerate(texts)]
+        return {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": usage}
+
+    async def _events(
+        self, generation: Generation, first: ChoiceDelta | Done, include_usage: bool
+    ) -> AsyncGenerator[bytes, None]:
+        base = {**self._head, "object": self._shape.chunk_object}
+        base |= {"choices": []} | ({"usage": None} if include_usage else {})
+
+        def chunk(choice: dict[str, Any]) -> bytes:
+            return _event({**base, "choices": [choice]})
+
+        try:
+            yield b"".join(self._openings(chunk))
+            item = first
+            while not isinstance(item, Done):
+                self._clock.tokens(item.index, len(item.tokens))
+                news = chunk(self._shape.delta(item.index, item.text, None)) if item.text else b""
+                if item.finish_reason is not None:
+                    news += chunk(self._shape.delta(item.index, "", _finish(item.finish_reason)))
+                if news:
+                    yield news
+                item = await anext(generation)
+            last = _event({**base, "usage": self._usage(item)}) if include_usage else b""
+            self._record("ok")
+            yield last + _DONE
+        except Exception as error:
+            yield _event(self._failure(error).body()) + _DONE
+        finally:
+            await generation.aclose()
+
+    def _openings(self, chunk: Callable[[dict[str, Any]], bytes]) -> list[bytes]:
+        """What comes before any generated text: the role of each choice, or the echoed prompt."""
+        opened: list[bytes] = []
+        for index, echo in enumerate(self._echoes()):
+            opening = self._shape.opening(index)
+            opened += [chunk(opening)] if opening is not None else []
+            opened += [chunk(self._shape.delta(index, echo, None))] if echo else []
+        return opened
+
+    def _echoes(self) -> list[str]:
+        """One text for each choice, empty without echo."""
+        prepared = self._prepared
+        texts = prepared.echo or ("",) * len(prepared.prompts)
+        return [text for text in texts for _ in range(prepared.n)]
+
+    def _failure(self, error: Exception) -> ApiError:
+        self._record("error")
+        known = as_api_error(error)
+        if known is None:
+            _log.error("answer %s failed", self._prepared.request_id, exc_info=error)
+        return known or internal_error()
+
+    def _usage(self, done: Done) -> dict[str, Any]:
+        return {
+            "prompt_tokens": done.prompt_tokens,
+            "completion_tokens": done.completion_tokens,
+            "total_tokens": done.prompt_tokens + done.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
+            "kv_cache": dict(self._state.kv_usage(self._prepared.variant, done.kv)),
+        }
+
+
+def outcome_of(error: BaseException) -> str:
+    """The metric label of a call that ended in `error` before its answer began."""
+    match error:
+        case QueueFull():
+            return "queue_full"
+        case Draining() | EngineError():
+            return "unavailable"
+        case RequestError() | ApiError() if getattr(error, "status", 500) < 500:
+            return "invalid"
+        case ClientGone():
+            return "client_gone"
+        case _:
+            return "error"
+
+
+def _finish(reason: FinishReason) -> str:
+    """`stop` or `length`; an answer that was cut off by the server is an error, never a finish."""
+    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return reason.value
+    raise ApiError(503, "The server shut down before the answer was complete.", code="aborted")
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    # ASCII only: some clients take U+2028 or U+0085 for the end of a line.
+    return b"data: " + json.dumps(body, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"

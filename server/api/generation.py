@@ -1,0 +1,140 @@
+"""POST /v1/completions and POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.api.answer import Answer, Shape, outcome_of
+from server.api.body import read_object
+from server.api.describe import accepts, answers
+from server.api.guard import KEY_ID
+from server.api.state import ApiState
+from server.api.unsupported import CHAT, COMPLETION, Harmless, refuse, refuse_in_stream_options
+from server.api.wire import ChatBody, CompletionBody, SamplingBody, validate
+from server.text.asks import ChatAsk, CompletionAsk
+from server.text.prepare import Prepared
+
+
+class CompletionShape:
+    """`text_completion` objects: a choice carries its text."""
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def delta(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+
+    def whole(self, index: int, text: str, finish: str) -> dict[str, Any]:
+        return self.delta(index, text, finish)
+
+
+class ChatShape:
+    """`chat.completion` objects: a choice carries a message, or what is added to it."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return self._choice(index, {"role": "assistant", "content": ""}, None)
+
+    def delta(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+        return self._choice(index, {"content": text} if finish is None else {}, finish)
+
+    def whole(self, index: int, text: str, finish: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
+
+    def _choice(self, index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """What one of the two routes does differently."""
+
+    body: type[SamplingBody]
+    unsupported: Harmless
+    shape: Shape
+    prepare: Callable[[Any, str], Awaitable[Prepared]]  # (wire body, key id)
+
+
+def routes(state: ApiState) -> APIRouter:
+    """The two endpoints that run the model."""
+    router = APIRouter()
+
+    async def completion(body: CompletionBody, key: str) -> Prepared:
+        return await state.preparer.completion(
+            CompletionAsk(
+                request_id=f"cmpl-{uuid.uuid4().hex}",
+                prompt=body.prompt,
+                model=body.model,
+                max_tokens=body.max_tokens,
+                echo=body.echo,
+                sampling=body.sampling(),
+                cache_salt=body.cache_salt,
+                key_id=key,
+            )
+        )
+
+    async def chat(body: ChatBody, key: str) -> Prepared:
+        return await state.preparer.chat(
+            ChatAsk(
+                request_id=f"chatcmpl-{uuid.uuid4().hex}",
+                messages=body.messages,
+                model=body.model,
+                max_tokens=body.max_tokens,
+                max_completion_tokens=body.max_completion_tokens,
+                sampling=body.sampling(),
+                cache_salt=body.cache_salt,
+                key_id=key,
+            )
+        )
+
+    completions = _Endpoint(CompletionBody, COMPLETION, CompletionShape(), completion)
+    chats = _Endpoint(ChatBody, CHAT, ChatShape(), chat)
+
+    @router.post(
+        "/v1/completions",
+        summary="Continue a text",
+        openapi_extra=accepts(CompletionBody),
+        responses=answers("The continuation, or with `stream` its events.", stream=True),
+    )
+    async def create_completion(request: Request) -> Response:
+        return await _run(state, completions, request)
+
+    @router.post(
+        "/v1/chat/completions",
+        summary="Answer a conversation",
+        openapi_extra=accepts(ChatBody),
+        responses=answers("The answer, or with `stream` its events.", stream=True),
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        return await _run(state, chats, request)
+
+    return router
+
+
+async def _run(state: ApiState, endpoint: _Endpoint, request: Request) -> Response:
+    clock = state.metrics.clock()
+    try:
+        raw = await read_object(request, state.settings)
+        body = validate(endpoint.body, raw)
+        refuse(raw, endpoint.unsupported)
+        refuse_in_stream_options(raw)
+        prepared = await endpoint.prepare(body, request.scope[KEY_ID])
+        answer = Answer(state, prepared, endpoint.shape, clock)
+        if body.stream:
+            return await answer.stream(request, body.include_usage)
+        return await answer.whole(request)
+    except Exception as error:
+        state.metrics.outcome(outcome_of(error))
+        raise

@@ -1,0 +1,130 @@
+"""What can be asked without running the model: models, version, health, metrics, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.api.body import read_object
+from server.api.describe import accepts, answers
+from server.api.errors import ApiError, json_response
+from server.api.state import ApiState, ModelCard
+from server.api.unsupported import TOKENIZE, refuse
+from server.api.wire import DetokenizeBody, TokenizeBody, validate
+from server.engine.errors import EngineDead
+from server.metrics import CONTENT_TYPE
+
+
+def routes(state: ApiState) -> APIRouter:
+    """The routes that only tell."""
+    router = APIRouter()
+
+    @router.get("/health", summary="Whether the server can serve", responses=answers("It can."))
+    async def health() -> Response:
+        now = state.service.health()
+        if not now.ok:
+            detail = f"{now.status}: {now.detail}" if now.detail else str(now.status)
+            raise ApiError(503, f"The server cannot serve now ({detail}).", code=str(now.status))
+        return json_response({"status": str(now.status), "running": now.running, "waiting": now.queued})
+
+    @router.get("/version", summary="The version of the server", responses=answers("The version."))
+    async def version() -> Response:
+        return json_response({"version": state.version})
+
+    @router.get(
+        "/metrics", summary="Numbers for Prometheus", responses=answers("The text format.", kind="text/plain")
+    )
+    async def metrics() -> Response:
+        try:
+            report = await state.service.report()
+        except EngineDead:
+            report = None
+        return Response(state.metrics.render(state.service.stats(), report), media_type=CONTENT_TYPE)
+
+    @router.get("/v1/models", summary="What is served", responses=answers("All served names."))
+    async def models() -> Response:
+        live = await _live_bytes(state)
+        return json_response({"object": "list", "data": [_card(card, live) for card in state.cards]})
+
+    @router.get("/v1/models/{model:path}", summary="One served model", responses=answers("The model."))
+    async def model(model: str) -> Response:
+        name, variant = state.served.resolve(model)
+        live = await _live_bytes(state)
+        card = next(card for card in state.cards if card.variant == variant.name)
+        return json_response(_card(card, live) | {"id": name})
+
+    return router
+
+
+def token_routes(state: ApiState) -> APIRouter:
+    """Text to ids and back."""
+    router = APIRouter()
+
+    @router.post(
+        "/tokenize",
+        summary="The ids of a text or a conversation",
+        openapi_extra=accepts(TokenizeBody),
+        responses=answers("The ids and how many they are."),
+    )
+    async def tokenize(request: Request) -> Response:
+        raw = await read_object(request, state.settings)
+        body = validate(TokenizeBody, raw)
+        refuse(raw, TOKENIZE)
+        _, variant = state.served.resolve(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "prompt: send either a prompt or messages.", "prompt", "missing_field")
+        if body.messages is not None:
+            ids = await state.preparer.tokenize_chat(body.messages)
+        else:
+            special = body.add_special_tokens is not False
+            ids = await state.preparer.tokenize(body.prompt or "", special=special)
+        counts = {"count": len(ids), "max_model_len": variant.max_len}
+        return json_response({**counts, "tokens": ids, "token_strs": None})
+
+    @router.post(
+        "/detokenize",
+        summary="The text of ids",
+        openapi_extra=accepts(DetokenizeBody),
+        responses=answers("The text."),
+    )
+    async def detokenize(request: Request) -> Response:
+        body = validate(DetokenizeBody, await read_object(request, state.settings))
+        state.served.resolve(body.model)
+        rows = state.served.vocab_rows
+        bad = next((i for i, token in enumerate(body.tokens) if not 0 <= token < rows), None)
+        if bad is not None:
+            raise ApiError(
+                400,
+                f"tokens[{bad}]: must be a token id from 0 to {rows - 1}.",
+                f"tokens[{bad}]",
+                "invalid_value",
+            )
+        return json_response(
+            {"prompt": await asyncio.to_thread(state.tokenizer.decode, body.tokens, skip_special=False)}
+        )
+
+    return router
+
+
+async def _live_bytes(state: ApiState) -> dict[str, int]:
+    """Live bytes of cache by variant, now."""
+    report = await state.service.report()
+    return {variant.name: variant.live_bytes for variant in report.variants}
+
+
+def _card(card: ModelCard, live_bytes: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "headroom",
+        "max_model_len": card.max_model_len,
+        "kv_heads": card.kv_heads,
+        "group": card.group,
+        "bytes_per_token": card.bytes_per_token,
+        "lossy": card.lossy,
+        "live_bytes": live_bytes.get(card.variant, 0),
+    }

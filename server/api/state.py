@@ -1,0 +1,75 @@
+"""What the routes are built from: the rooms behind them, as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from server.engine.request import KVPeak
+from server.text.served import ServedModel
+
+if TYPE_CHECKING:
+    from server.engine.service import EngineService
+    from server.metrics import Metrics
+    from server.text.prepare import Preparer
+    from server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Who may call, and how much patience each gets.
+
+    `host` is the address that the server is bound to; `allowed_hosts` are further names a Host header may
+    hold (`*` = any). Seconds: `body_seconds` without a byte of a body, `stall_seconds` without a reader for
+    a stream, `check_seconds` between two reconciliations of the cache. `max_body` is in bytes.
+    """
+
+    host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body: int = 16 * 2**20
+    body_seconds: float = 30.0
+    stall_seconds: float = 30.0
+    check_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of /v1/models: a served name and the arithmetic of its attention mode.
+
+    `group` is how many query heads read one KV head; `bytes_per_token` counts the cache of all layers.
+    """
+
+    id: str
+    variant: str
+    created: int
+    max_model_len: int
+    kv_heads: int
+    group: int
+    bytes_per_token: int
+    lossy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ApiState:
+    """One served model. `kv_usage(variant, peak)` gives the fields of `usage.kv_cache`; `backend` is what
+    computes attention, and why that one."""
+
+    version: str
+    served: ServedModel
+    cards: tuple[ModelCard, ...]
+    service: EngineService
+    preparer: Preparer
+    tokenizer: Tokenizer
+    backend: str
+    backend_reason: str
+    kv_usage: Callable[[str, KVPeak], Mapping[str, Any]]
+    metrics: Metrics
+    settings: ApiSettings
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint`: names the weights."""
+        return f"fp_{self.served.fingerprint[:12]}"

@@ -1,0 +1,114 @@
+"""Fields that OpenAI or vLLM define and this server lacks: refused, so that no answer silently differs.
+
+A field is accepted as null or with the value that asks for nothing (its default).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from server.api.errors import ApiError
+
+Harmless = Mapping[str, tuple[Any, ...]]  # field -> values, beside null, that ask for nothing
+
+_SHARED: Harmless = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "early_stopping": (False,),
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+COMPLETION: Harmless = {
+    **_SHARED,
+    "add_special_tokens": (True,),
+    "best_of": (1,),
+    "logprobs": (),
+    "prompt_embeds": (),
+    "suffix": (),
+}
+CHAT: Harmless = {
+    **_SHARED,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logprobs": (False,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+TOKENIZE: Harmless = {
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": ({},),
+    "return_token_strs": (False,),
+    "tools": ([],),
+}
+STREAM_OPTIONS: Harmless = {"continuous_usage_stats": (False,)}
+
+
+def refuse(body: Mapping[str, Any], fields: Harmless, inside: str = "") -> None:
+    """Raises ApiError 400 for the first of `fields` that `body` sets; `inside` prefixes its name."""
+    for name in fields:
+        value = body.get(name)
+        if value is not None and not any(_same(value, harmless) for harmless in fields[name]):
+            path = inside + name
+            raise ApiError(
+                400, f"{path}: not supported by this server; leave it out.", path, "unsupported_parameter"
+            )
+
+
+def refuse_in_stream_options(body: Mapping[str, Any]) -> None:
+    """The same for the object in `stream_options`, and for that object without a stream."""
+    options = body.get("stream_options")
+    if options is not None and body.get("stream") is not True:
+        raise ApiError(
+            400, "stream_options: allowed only with `stream` true.", "stream_options", "invalid_value"
+        )
+    if isinstance(options, dict):
+        refuse(options, STREAM_OPTIONS, "stream_options.")
+
+
+def _same(value: Any, harmless: Any) -> bool:
+    """Equal in JSON: 0 and 0.0 are, 0 and false are not."""
+    return isinstance(value, bool) == isinstance(harmless, bool) and bool(value == harmless)

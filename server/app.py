@@ -1,0 +1,182 @@
+"""Joins the rooms: a model folder becomes an engine with words, and that an HTTP application."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cache.accounts import Peak
+from cache.layout import KVLayout, LayerGroup
+from cache.report import usage
+from model.fetch import ALIASES, resolve_model
+from model.progress import Progress
+from server import __version__
+from server.config import ModelOptions, ServeOptions
+from server.engine.build import EngineFacts, EngineOptions, VariantFacts, build_engine
+from server.engine.engine import Engine
+from server.engine.request import KVPeak
+from server.text.chat import ChatTemplate
+from server.text.eos import eos_ids
+from server.text.served import ServedModel, ServedVariant
+from server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from server.api.state import ModelCard
+    from server.engine.service import EngineService
+    from server.text.prepare import Preparer
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run: its engine, its words, and what is known about both."""
+
+    name: str
+    engine: Engine
+    facts: EngineFacts
+    served: ServedModel
+    tokenizer: Tokenizer
+    chat: ChatTemplate
+    created: int  # seconds since 1970
+
+
+def load(options: ModelOptions, progress: Progress, meanwhile: Callable[[], object] | None = None) -> Loaded:
+    """Find the model (fetching it if need be) and load it. Raises ModelError or ConfigError, one line each.
+
+    `meanwhile` runs on another thread while the weights are read: imports, mostly.
+    """
+    folder = resolve_model(
+        options.model, cache_dir=options.cache_dir, progress=progress, hub_endpoint=options.hub_endpoint
+    )
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    with ThreadPoolExecutor(1, "words") as pool:
+        words = pool.submit(_load_words, folder, meanwhile)
+        engine, facts = build_engine(_engine_options(options), folder)
+        tokenizer, chat = words.result()
+    name = options.served_name or model_name(options.model, folder)
+    return Loaded(
+        name, engine, facts, _served(name, facts, tokenizer, folder), tokenizer, chat, int(time.time())
+    )
+
+
+def create_app(loaded: Loaded, service: EngineService, preparer: Preparer, options: ServeOptions) -> ASGIApp:
+    """The HTTP application over a loaded model and its service."""
+    from server.api.application import create_api
+    from server.api.state import ApiSettings, ApiState
+    from server.metrics import Metrics
+
+    settings = ApiSettings(
+        host=options.host,
+        allowed_hosts=options.allowed_hosts,
+        api_keys=options.api_keys,
+        cors_origins=options.cors_origins,
+    )
+    return create_api(
+        ApiState(
+            version=__version__,
+            served=loaded.served,
+            cards=tuple(_card(loaded, variant) for variant in loaded.facts.variants),
+            backend=loaded.facts.attention_backend,
+            backend_reason=loaded.facts.attention_reason,
+            service=service,
+            preparer=preparer,
+            tokenizer=loaded.tokenizer,
+            kv_usage=lambda variant, peak: kv_usage(loaded, variant, peak),
+            metrics=Metrics(),
+            settings=settings,
+        )
+    )
+
+
+def kv_usage(loaded: Loaded, variant: str, peak: KVPeak) -> Mapping[str, Any]:
+    """`usage.kv_cache` of a request of `variant` that held `peak`."""
+    facts = loaded.facts
+    group = LayerGroup(tuple(range(facts.num_layers)), facts.kv_heads, facts.head_dim)
+    layout = KVLayout((group,), facts.block_size, getattr(torch, facts.kv_dtype))
+    kv_heads = next(known.kv_heads for known in facts.variants if known.name == variant)
+    held = Peak(peak.blocks, peak.exclusive, peak.tokens, peak.cached_tokens)
+    return usage(held, layout, kv_heads, facts.q_heads).to_dict()
+
+
+def model_name(model: str, folder: Path) -> str:
+    """What clients call a model: its alias, its hub id, or its folder's name."""
+    if model in ALIASES or not Path(model).expanduser().is_dir():
+        return model
+    return folder.resolve().name
+
+
+def served_names(name: str, facts: EngineFacts) -> dict[str, str]:
+    """Every accepted `model` value and its canonical variant; the first is the default."""
+    names = {_listed(name, variant): variant.name for variant in facts.variants}
+    for variant in facts.variants:
+        spellings = {
+            "native": facts.kv_heads,
+            "mqa": 1,
+            "mha": facts.q_heads,
+            f"gqa{variant.kv_heads}": variant.kv_heads,
+        }
+        for spelling, heads in spellings.items():
+            if heads == variant.kv_heads:
+                names.setdefault(f"{name}@{spelling}", variant.name)
+    names.setdefault(name, facts.variants[0].name)
+    return names
+
+
+def _listed(name: str, variant: VariantFacts) -> str:
+    return name if variant.name == "native" else f"{name}@{variant.name}"
+
+
+def _card(loaded: Loaded, variant: VariantFacts) -> ModelCard:
+    from server.api.state import ModelCard
+
+    return ModelCard(
+        id=_listed(loaded.name, variant),
+        variant=variant.name,
+        created=loaded.created,
+        max_model_len=variant.max_len,
+        kv_heads=variant.kv_heads,
+        group=variant.group,
+        bytes_per_token=variant.bytes_per_token,
+        lossy=variant.kv_heads < loaded.facts.kv_heads,
+    )
+
+
+def _engine_options(options: ModelOptions) -> EngineOptions:
+    return EngineOptions(
+        device=options.device,
+        dtype=options.dtype,
+        kv_memory=options.kv_memory,
+        kv_fraction=options.kv_fraction,
+        block_size=options.block_size,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_batch_tokens=options.max_batch_tokens,
+        prefix_cache=options.prefix_cache,
+    )
+
+
+def _load_words(folder: Path, meanwhile: Callable[[], object] | None) -> tuple[Tokenizer, ChatTemplate]:
+    tokenizer = Tokenizer.from_folder(folder)
+    chat = ChatTemplate.from_folder(folder, tokenizer.special)
+    if meanwhile is not None:
+        meanwhile()
+    return tokenizer, chat
+
+
+def _served(name: str, facts: EngineFacts, tokenizer: Tokenizer, folder: Path) -> ServedModel:
+    return ServedModel(
+        names=served_names(name, facts),
+        variants={variant.name: ServedVariant(variant.name, variant.max_len) for variant in facts.variants},
+        vocab_rows=facts.vocab_rows,
+        eos_ids=eos_ids(folder, facts.eos_ids, tokenizer, facts.vocab_rows),
+        fingerprint=facts.fingerprint,
+        kv_dtype=facts.kv_dtype,
+    )

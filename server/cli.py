@@ -1,0 +1,160 @@
+"""`headroom`: the one console script. Only this file reads argv and the environment.
+
+Nothing heavy is imported before it is known to be needed, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from server import __version__
+from server.commands import flags
+
+_HELP = f"""\
+usage: headroom COMMAND [flags]
+
+An LLM inference server that shows where the KV cache went.
+
+commands:
+  serve [MODEL]             serve a model over an OpenAI-compatible HTTP API
+  generate [MODEL] PROMPT   print how a model continues a prompt
+  chat [MODEL]              talk to a model in the terminal
+  fetch [MODEL]             download a model and print its folder
+
+MODEL is {flags.MODEL_HELP}.
+`headroom COMMAND --help` explains the flags of a command, `headroom --version` tells the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0, 1 (it failed), 2 (used wrongly), 130 or 143 (interrupted)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands: Mapping[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
+        "serve": _serve,
+        "generate": _generate,
+        "chat": _chat,
+        "fetch": _fetch,
+    }
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_HELP, end="")
+        return 0
+    if name in ("-V", "--version"):
+        print(f"headroom {__version__}")
+        return 0
+    if name not in commands:
+        print(f"headroom: there is no command {name!r}; there are {', '.join(commands)}", file=sys.stderr)
+        return 2
+    # Without a handler, the first process of a container would ignore SIGTERM.
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return commands[name](words[1:], os.environ)
+    except KeyboardInterrupt:
+        print(f"\nheadroom {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        message = _for_user(error)
+        if message is None:
+            raise
+        print(f"headroom {name}: {message}", file=sys.stderr)
+        return 1
+
+
+def _for_user(error: Exception) -> str | None:
+    """The one line for a fault that the user can mend; None for a bug of ours."""
+    from model.errors import ModelError
+    from server.engine.errors import ConfigError
+    from server.text.errors import RequestError
+
+    if isinstance(error, (ModelError, ConfigError, RequestError)):
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "not enough memory for this model and its pool; lower --kv-memory, or take a smaller model"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _serve(words: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = flags.Parser("serve", "[MODEL] [flags]", "Serve a model over an OpenAI-compatible HTTP API.")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
+    flags.add_model_flags(parser)
+    flags.add_serve_flags(parser)
+    args = parser.parse_intermixed_args(words)
+    from model.fetch import default_cache_dir
+    from server.commands.serve import serve
+
+    return serve(flags.serve_options(args, env, default_cache_dir(env)))
+
+
+def _generate(words: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = flags.Parser(
+        "generate",
+        "[MODEL] PROMPT [flags]",
+        "Print how a model continues a prompt. Of two words, the first is the model; one is the prompt.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
+    parser.add_argument(
+        "prompt", metavar="PROMPT", help="the text to continue, - to read it from standard input"
+    )
+    flags.add_sampling_flags(parser, temperature=0.0, max_tokens=128)
+    flags.add_model_flags(parser)
+    args = parser.parse_intermixed_args(words)
+    from model.fetch import default_cache_dir
+    from server.commands.generate import generate
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    return generate(flags.model_options(args, env, default_cache_dir(env)), prompt, flags.sampling(args))
+
+
+def _chat(words: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = flags.Parser(
+        "chat", "[MODEL] [flags]", "Talk to a model in the terminal. /help lists what you can type."
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
+    parser.add_argument(
+        "--system", metavar="TEXT", help="a system message to begin with (default: the template's own)"
+    )
+    flags.add_sampling_flags(parser, temperature=0.7, max_tokens=None)
+    flags.add_model_flags(parser)
+    args = parser.parse_intermixed_args(words)
+    from model.fetch import default_cache_dir
+    from server.commands.chat import chat
+
+    return chat(flags.model_options(args, env, default_cache_dir(env)), args.system, flags.sampling(args))
+
+
+def _fetch(words: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = flags.Parser(
+        "fetch", "[MODEL]", "Download a model unless it is here already, and print its folder."
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
+    args = parser.parse_intermixed_args(words)
+    from model.fetch import default_cache_dir, resolve_model
+    from server.commands.progress import progress
+
+    with progress() as shown:
+        folder = resolve_model(
+            args.model or flags.DEFAULT_MODEL,
+            cache_dir=default_cache_dir(env),
+            progress=shown,
+            hub_endpoint=env.get("HF_ENDPOINT") or None,
+        )
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

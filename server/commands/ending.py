@@ -1,0 +1,67 @@
+"""How a server ends: the first signal lets answers finish, the second cuts them off, the third is the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from typing import Protocol
+
+_log = logging.getLogger("headroom")
+_FORCE_SECONDS = 3.0  # from the second signal to the end of the process, whatever hangs
+
+
+class Stoppable(Protocol):
+    """The part of `EngineService` that ending needs."""
+
+    async def stop(self, grace: float = 0.0) -> None: ...
+
+
+class Exiting(Protocol):
+    """The part of `uvicorn.Server` that ending needs."""
+
+    should_exit: bool
+    force_exit: bool
+
+
+class Ending:
+    """Handles SIGTERM and SIGINT on the running loop. `code` is the exit code once the server has ended."""
+
+    def __init__(self, service: Stoppable, server: Exiting, grace: float) -> None:
+        self.code = 0
+        self._service = service
+        self._server = server
+        self._grace = grace
+        self._signals = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.signalled, number)
+
+    def signalled(self, number: signal.Signals) -> None:
+        """One more signal has come."""
+        self._signals += 1
+        if self._signals == 1:
+            _log.info("%s: no new requests; running answers have %g s to finish", number.name, self._grace)
+            self._drain(self._grace)
+            return
+        self.code = 128 + number
+        if self._signals > 2:
+            os._exit(self.code)
+        _log.warning("%s again: running answers are cut off", number.name)
+        timer = threading.Timer(_FORCE_SECONDS, os._exit, [self.code])
+        timer.daemon = True
+        timer.start()
+        self._server.force_exit = True
+        self._drain(0.0)
+
+    def _drain(self, grace: float) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(self._stop(grace)))
+
+    async def _stop(self, grace: float) -> None:
+        try:
+            await self._service.stop(grace)
+        finally:
+            self._server.should_exit = True

@@ -1,0 +1,136 @@
+"""`headroom serve`: load, say what was loaded, listen, and leave politely."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from server.commands.ending import Ending
+from server.commands.listener import bind, is_local, listen, url
+from server.commands.progress import progress
+from server.config import ServeOptions
+
+if TYPE_CHECKING:
+    from server.app import Loaded
+
+_log = logging.getLogger("headroom")
+_FLUSH_SECONDS = 2  # for the last bytes of answers that have ended
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code. Raises ConfigError or ModelError before it listens."""
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    with contextlib.closing(bind(options.host, options.port)) as listener:
+        from server.app import load  # after the port: a taken one should not cost the import of torch
+
+        with progress() as shown:
+            loaded = load(options.model, shown, meanwhile=_import_http)
+
+        from server.commands.start_table import print_start_table
+
+        print_start_table(loaded.name, loaded.facts, _warnings(options))
+        listen(listener, options.host)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(loaded, options, listener))
+
+
+def _warnings(options: ServeOptions) -> tuple[str, ...]:
+    if is_local(options.host) or options.api_keys:
+        return ()
+    return (f"{options.host} can be reached from other machines, and no key is asked for; set --api-key",)
+
+
+def _import_http() -> None:
+    """What `_serve` needs, imported while the weights are read."""
+    for name in (
+        "server.api.application",
+        "server.metrics",
+        "uvicorn",
+        "uvicorn.protocols.http.auto",
+        "rich.table",
+    ):
+        importlib.import_module(name)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket) -> int:
+    import uvicorn
+
+    from server.app import create_app
+    from server.engine.service import EngineService
+    from server.text.prepare import Preparer
+
+    class Server(uvicorn.Server):
+        """Leaves signals to `Ending`."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    debug = options.log_level == "debug"
+    # Its complaints are about clients, and each failing request is logged by the guard.
+    logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if debug else logging.CRITICAL)
+    service = EngineService(loaded.engine, max_queued=options.max_queued)
+    preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat)
+    server = Server(
+        uvicorn.Config(
+            create_app(loaded, service, preparer, options),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=debug,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+        )
+    )
+    ending = Ending(service, server, options.grace)
+    try:
+        service.start()
+        no_chat = await preparer.start()
+        if no_chat is not None:
+            _log.info("chat is refused: %s", no_chat)
+        _print_url(loaded.name, url(listener), keyed=bool(options.api_keys), chat=no_chat is None)
+        await server.serve([listener])
+    finally:
+        await service.stop()
+        await preparer.close()
+    _log.info("stopped")
+    return ending.code
+
+
+def _print_url(model: str, base: str, *, keyed: bool, chat: bool) -> None:
+    """The last lines before the first request: where, and a command to try."""
+    path: str = "/v1/completions"
+    ask: dict[str, object] = {"prompt": "The capital of France is"}
+    if chat:
+        question = {"role": "user", "content": "What is the capital of France?"}
+        path, ask = "/v1/chat/completions", {"messages": [question]}
+    body = {"model": model, "stream": True, **ask}
+    key = "-H 'authorization: Bearer YOUR_KEY' " if keyed else ""
+    data = shlex.quote(json.dumps(body, ensure_ascii=False, separators=(",", ":")))
+    print(f"\nListening on {base}, Ctrl-C stops. Try it:\n")
+    print(
+        f"  curl -N {base}{path} {key}-H 'content-type: application/json' \\\n    -d {data}\n",
+        flush=True,
+    )
