@@ -5,7 +5,7 @@ text is their UTF-8 reading, so only an unfinished character waits. *Pieces* (se
 text, except that a run of byte tokens (`<0xF0>`) is text only as a whole: valid UTF-8, or one U+FFFD per
 byte. What follows can spoil what came before, so the whole run waits for its end.
 
-Semantics of the decoders: https://github.com/huggingface/tokenizers, `decoders/` and `pre_tokenizers/byte_level.rs`.
+What the decoders do: https://github.com/huggingface/tokenizers, `decoders/`, `pre_tokenizers/byte_level.rs`.
 """
 
 from __future__ import annotations

@@ -129,9 +129,8 @@ class Generation:
                 await self.aclose()
                 raise GenerationError(event.error or "The engine failed on this answer.")
             self._kv = event.kv
-            choice.take(event)
             changed[event.index] = choice
-            if choice.ended:
+            if choice.take(event):
                 self._running -= 1
                 if event.finish is None:
                     self._service.abort(self._prepared.request_id, event.index)
@@ -166,8 +165,8 @@ class _Choice:
     def ended(self) -> bool:
         return self.finish is not None
 
-    def take(self, event: TokenEvent) -> None:
-        """Adds one event to the pending delta."""
+    def take(self, event: TokenEvent) -> bool:
+        """Adds one event to the pending delta; True if it ended the choice."""
         if event.token is not None:
             self.count += 1
             self._tokens.append(event.token)
@@ -178,6 +177,7 @@ class _Choice:
             if not self.ended:
                 self._text.append(self._matcher.finish())
                 self.finish = event.finish
+        return self.ended
 
     def delta(self, index: int) -> ChoiceDelta:
         """The pending delta, which starts anew."""
