@@ -117,6 +117,8 @@ def make_checkpoint(
     size = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     model.to(dtype).save_pretrained(folder, max_shard_size=max(size // 3, 1024) if shards else "50GB")
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if kv_heads is None:
+        edit_config(folder, {"num_key_value_heads": None})  # transformers would spell it out
     if old_rope_keys:
         _write_old_rope_keys(folder)
     return folder

@@ -15,7 +15,6 @@ TEXTS: dict[str, str] = {
     "c": "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n        printf(",
     "sql": "SELECT customers.name, COUNT(orders.id) FROM customers LEFT JOIN orders ON",
     "json": '{"name": "Ada", "born": 1815, "fields": ["mathematics", ',
-    "markdown": "# Shopping list\n\n- apples\n- bread\n- ",
     "french": "Il était une fois, dans un petit village au bord de la mer,",
     "german": "Die wichtigsten Sehenswürdigkeiten von Wien sind der Stephansdom,",
     "spanish": "¿Cuál es la mejor manera de aprender a cocinar?",

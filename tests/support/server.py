@@ -54,6 +54,11 @@ class RunningServer:
         defaults = {"api_key": "none", "max_retries": 0}
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **(defaults | options))
 
+    def async_http(self, timeout: float = 60.0) -> httpx.AsyncClient:
+        """A client of its own for one event loop, with no limit on connections."""
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=self.url, timeout=timeout, trust_env=False, limits=limits)
+
     def kv(self, check: bool = False) -> dict[str, Any]:
         """`GET /v1/kv`."""
         reply = self.http.get("/v1/kv", params={"check": "true"} if check else {})
