@@ -31,7 +31,7 @@ class _Family:
     mlp_bias: Literal["config"] | bool = False
     qk_norm: bool = False
     head_dim: int | None = None  # where the file has no such key; None = hidden_size / heads
-    windows: Literal["none", "all", "by layer"] = "none"
+    windows: Literal["none", "all", "switched"] = "none"
     bos: int | None = None
     eos: int | None = None
 
@@ -39,14 +39,14 @@ class _Family:
 FAMILIES: Mapping[str, _Family] = {
     "llama": _Family(max_position=2048, qkv_bias="config", o_bias="config", mlp_bias="config", bos=1, eos=2),
     "mistral": _Family(max_position=131_072, windows="all", bos=1, eos=2),
-    "qwen2": _Family(max_position=32_768, qkv_bias=True, windows="by layer"),
+    "qwen2": _Family(max_position=32_768, qkv_bias=True, windows="switched"),
     "qwen3": _Family(
         max_position=32_768,
         qkv_bias="config",
         o_bias="config",
         qk_norm=True,
         head_dim=128,
-        windows="by layer",
+        windows="switched",
     ),
 }
 SUPPORTED = "llama (Llama 2, Llama 3.x, SmolLM2), mistral, qwen2 (Qwen2, Qwen2.5), qwen3"
@@ -193,18 +193,18 @@ def _bias(fields: Fields, key: str, trait: Literal["config"] | bool) -> bool:
 
 
 def _windows(fields: Fields, traits: _Family, layers: int) -> tuple[int | None, ...]:
-    """Each layer's window: Mistral's covers all layers, Qwen's is switched on and chosen by layer."""
+    """Each layer's window: Mistral's is on unless `layer_types` chooses, Qwen's has to be switched on."""
     if traits.windows == "none":
         return (None,) * layers
     window = fields.optional_integer("sliding_window")
     if window is None and not fields.has("sliding_window"):
         window = 4096
-    if traits.windows == "all":
-        return (window,) * layers
-    if not fields.flag("use_sliding_window", False):
+    if traits.windows == "switched" and not fields.flag("use_sliding_window", False):
         window = None
     kinds = fields.raw("layer_types")
     if kinds is None:
+        if traits.windows == "all":
+            return (window,) * layers
         first = fields.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(layers))
     known = ("full_attention", "sliding_attention")
@@ -213,9 +213,7 @@ def _windows(fields: Fields, traits: _Family, layers: int) -> tuple[int | None, 
     if len(kinds) != layers:
         raise fields.fail(f"layer_types has {len(kinds)} entries; it must have num_hidden_layers ({layers})")
     if window is None and "sliding_attention" in kinds:
-        raise fields.fail(
-            "layer_types asks for sliding_attention, but use_sliding_window or sliding_window is not set"
-        )
+        raise fields.fail("layer_types asks for sliding_attention, but no sliding window is switched on")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

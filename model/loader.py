@@ -90,7 +90,7 @@ def _ends(
         head = target.join([tensors[LM_HEAD]]) if LM_HEAD in tensors and EMBED in tensors else embed
         if config.tie_embeddings and torch.equal(head, embed):
             head = embed
-        return embed, norm, target.linear.pack(head, None)
+        return embed, norm, target.linear.pack(head, None, shared=head is embed)
 
 
 def _layer(

@@ -58,6 +58,8 @@ class RopeConfig:
         _refuse_partial(inside)
         _refuse_partial(Fields(config, where))
         theta = inside.positive("rope_theta", Fields(config, where).positive("rope_theta", 10_000.0))
+        if theta <= 1:
+            raise inside.fail(f"rope_theta is {theta:g}; it must be above 1")
         return _of_kind(str(kind), theta, inside, config, max_position)
 
 

@@ -13,10 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionBackend, AttentionMeta
-from model.attention.reference import ReferenceAttention
-from model.decoder import Decoder
-from model.heads import HeadMap, Segment
+from model.attention.base import AttentionMeta
 
 CPU = torch.device("cpu")
 
@@ -126,50 +123,3 @@ class CacheRig:
             for column in range(held, wanted):
                 self.row_tables[row, column] = int(self._free.pop())
         sequence.length = length
-
-
-def run_step(
-    decoder: Decoder,
-    rig: CacheRig,
-    work: Sequence[tuple[CachedSequence, Sequence[int], HeadMap]],
-    backend: AttentionBackend | None = None,
-) -> list[Tensor]:
-    """One forward; for each sequence the logits `[tokens, V]` after each of the ids it brings.
-
-    Neighbours with the same head map become one segment.
-    """
-    backend = backend or ReferenceAttention(rig.device)
-    meta = rig.meta([(sequence, len(ids)) for sequence, ids, _ in work])
-    segments: list[Segment] = []
-    start = 0
-    for _, ids, head_map in work:
-        stop = start + len(ids)
-        if segments and segments[-1].head_map is head_map:
-            segments[-1] = Segment(head_map, segments[-1].start, stop)
-        else:
-            segments.append(Segment(head_map, start, stop))
-        start = stop
-    flat = torch.tensor([token for _, ids, _ in work for token in ids], device=rig.device)
-    wanted = torch.arange(len(flat), device=rig.device)
-    logits = decoder.forward(flat, meta.positions, segments, backend.begin(meta), rig.layers, wanted)
-    return list(logits.split([len(ids) for _, ids, _ in work]))
-
-
-def run_alone(
-    decoder: Decoder,
-    ids: Sequence[int],
-    head_map: HeadMap,
-    chunk: int | None = None,
-    rig: CacheRig | None = None,
-) -> Tensor:
-    """`[T, V]` fp32: the logits after each of `ids`, in chunks of that many tokens (None: all at once)."""
-    config = decoder.config
-    if rig is None:
-        blocks = head_map.kv_heads * (-(-len(ids) // 4) + 1)
-        rig = CacheRig(config.num_layers, config.num_heads, config.head_dim, blocks=blocks)
-    sequence = rig.open(head_map.kv_heads)
-    step = chunk or len(ids)
-    parts = [
-        run_step(decoder, rig, [(sequence, ids[i : i + step], head_map)])[0] for i in range(0, len(ids), step)
-    ]
-    return torch.cat(parts)

@@ -1,0 +1,109 @@
+"""Head maps: repetition is exact, and maps side by side in one forward are what each is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.decoder import Decoder
+from model.heads import HeadMap, NativeHeads, RepeatHeads, Variant
+from model.linear import Linear, PlainLinear
+from model.rope import Rope
+from tests.support.decoding import load_decoder, new_rig, run_alone, run_step, some_ids
+from tests.support.equality import assert_same_logits
+from tests.support.reference import load_reference
+
+Tiny = Callable[..., Path]
+
+
+@dataclass(frozen=True)
+class OwnOutput:
+    """A toy lossy map: one KV head, the mean of the native ones, and an output projection of its own."""
+
+    weight: Tensor  # [hidden, Hq * D]
+    kv_heads: int = 1
+    owns_output: bool = True
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k = k.mean(dim=1, keepdim=True)
+        return rope.apply(q, positions), rope.apply(k, positions), v.mean(dim=1, keepdim=True)
+
+    def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
+        return PlainLinear(self.weight * (layer + 1), None)(attended)
+
+
+@dataclass(frozen=True)
+class CountingHeads(NativeHeads):
+    """Native heads that note how many tokens each o_proj call had."""
+
+    calls: list[int] = field(default_factory=list)
+
+    def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
+        if layer == 0:
+            self.calls.append(len(attended))
+        return o_proj(attended)
+
+
+def own_output(decoder: Decoder) -> OwnOutput:
+    config = decoder.config
+    generator = torch.Generator().manual_seed(5)
+    shape = (config.hidden_size, config.num_heads * config.head_dim)
+    return OwnOutput(torch.randn(shape, generator=generator) * 0.1)
+
+
+@pytest.mark.parametrize(("kv_heads", "more"), [(1, 2), (1, 4), (2, 4), (4, 4)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_repeated_heads_give_the_checkpoint_s_logits(
+    tiny: Tiny, family: str, kv_heads: int, more: int
+) -> None:
+    folder = tiny(family=family, kv_heads=kv_heads)
+    decoder = load_decoder(folder)
+    ids = some_ids(50)
+    ours = run_alone(decoder, ids, RepeatHeads(more), 13)
+    assert_same_logits(ours, load_reference(folder).logits(ids))
+
+
+def test_maps_side_by_side_equal_each_alone(tiny: Tiny) -> None:
+    """One forward holds native, repeated and own-output sequences, prefilling and decoding."""
+    folder = tiny(family="qwen3", kv_heads=2, window=16)
+    decoder, reference = load_decoder(folder), load_reference(folder)
+    maps: list[HeadMap] = [NativeHeads(2), RepeatHeads(4), own_output(decoder)]
+    texts = [some_ids(30, seed) for seed in range(6)]
+    alone = [run_alone(decoder, text, maps[index % 3]) for index, text in enumerate(texts)]
+    for index, text in enumerate(texts):
+        if index % 3 != 2:
+            assert_same_logits(alone[index], reference.logits(text))
+    assert not torch.allclose(alone[2], reference.logits(texts[2]), atol=0.1)  # the toy map does something
+
+    rig = new_rig(decoder)
+    sequences = [rig.open(maps[index % 3].kv_heads) for index in range(6)]
+    done = [0] * 6
+    for step in range(4):
+        # By map, as the engine does, then in an order that makes each sequence a segment of its own.
+        order = [0, 3, 1, 4, 2, 5] if step % 2 else [5, 0, 1, 2, 3, 4]
+        counts = [1 if (step and index < 3) else 8 for index in range(6)]
+        work = [(sequences[i], texts[i][done[i] : done[i] + counts[i]], maps[i % 3]) for i in order]
+        for i, ours in zip(order, run_step(decoder, rig, work), strict=True):
+            assert_same_logits(ours, alone[i][done[i] : done[i] + counts[i]], f"sequence {i}, step {step}")
+            done[i] += counts[i]
+
+
+def test_neighbours_without_own_output_share_one_projection(tiny: Tiny) -> None:
+    decoder = load_decoder(tiny(family="llama", kv_heads=2))
+    rig = new_rig(decoder)
+    native, repeated, own = CountingHeads(2), RepeatHeads(4), own_output(decoder)
+    maps: list[HeadMap] = [native, repeated, own, native]
+    work = [(rig.open(each.kv_heads), some_ids(3 + i), each) for i, each in enumerate(maps)]
+    run_step(decoder, rig, work)
+    assert native.calls == [3 + 4, 6]
+
+
+def test_a_variant_has_its_map_s_heads() -> None:
+    assert Variant("mha", RepeatHeads(9)).kv_heads == 9
