@@ -5,8 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.heads import Variant
+from cache.errors import CacheError
+from cache.layout import KVLayout, LayerGroup
+from cache.manager import CacheManager
+from cache.pool import KVPool
+from cache.state import VariantSpec
+from model.attention.base import AttentionBackend
+from model.attention.choose import choose_attention_backend
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.heads import NativeHeads, Variant
+from model.linear import LinearBackend, choose_linear_backend
+from model.loader import load_weights
+from server.engine.batch import Shape
+from server.engine.device import DTypeChoice, choose_device, choose_dtype
 from server.engine.engine import Engine
+from server.engine.errors import ConfigError
+from server.engine.facts import EngineFacts, VariantFacts
+from server.engine.measure import room_on_gpu
+from server.engine.memory import free_memory
+from server.engine.runner import ModelRunner
+from server.engine.scheduler import Limits
+from server.engine.sizing import Context, PoolSize, fit_context, size_pool
+
+__all__ = ["EngineFacts", "EngineOptions", "VariantFacts", "build_engine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +36,9 @@ class EngineOptions:
     """What a user may turn; `auto` and None are resolved by `build_engine`, once.
 
     `device`: auto, cpu or cuda. `dtype`: auto, bfloat16, float16 or float32 (weights and cache).
-    `kv_memory` in bytes, or `kv_fraction` (0, 1] of what is free (CUDA); at most one of them.
-    `variants` are the attention modes to serve, the checkpoint's own if empty.
+    `kv_memory` in bytes, or `kv_fraction` (0, 1] of what is free; at most one of them.
+    `block_size`, `max_model_len`, `max_batch_tokens` in tokens. `variants` are the attention modes to serve,
+    the checkpoint's own if empty.
     """
 
     device: str = "auto"
@@ -31,56 +54,16 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class VariantFacts:
-    """One attention mode: canonical name, heads, cache bytes of a token, and what the pool holds of it (tokens).
+class _Parts:
+    """What is known before the pool is."""
 
-    `max_len` is the longest prompt + output of one choice: the smaller of the context and the pool.
-    """
-
-    name: str
-    kv_heads: int
-    group: int  # query heads that read one KV head
-    bytes_per_token: int
-    tokens_that_fit: int
-    full_length_users: float  # tokens_that_fit / max_len
-    max_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What was built, for the start table, `/v1/models` and the checks of requests."""
-
-    family: str
-    fingerprint: str
-    num_layers: int
-    q_heads: int
-    kv_heads: int
-    group: int
-    head_dim: int
-    vocab_rows: int
-    eos_ids: frozenset[int]  # of config.json; the tokenizer and generation_config may add more
-    bos_id: int | None
-    weight_bytes: int
-    device: str
-    dtype: str
-    dtype_reason: str
-    kv_dtype: str
-    pool_bytes: int
-    pool_reason: str
-    total_blocks: int
-    block_size: int
-    block_bytes: int
-    max_position_embeddings: int
-    max_model_len: int
-    clamped_from: int | None  # the context before the pool clamped it
-    max_num_seqs: int
-    max_batch_tokens: int
-    attention_backend: str
-    attention_reason: str
-    linear_backend: str
-    linear_reason: str
-    variants: tuple[VariantFacts, ...]  # the first is the default
-    warnings: tuple[str, ...] = ()
+    config: ModelConfig
+    dtype: DTypeChoice
+    layout: KVLayout
+    shape: Shape
+    decoder: Decoder
+    attention: AttentionBackend
+    linear: LinearBackend
 
 
 def build_engine(options: EngineOptions, model_folder: Path) -> tuple[Engine, EngineFacts]:
@@ -88,4 +71,138 @@ def build_engine(options: EngineOptions, model_folder: Path) -> tuple[Engine, En
 
     Raises ModelError (checkpoint) or ConfigError (options); both carry one line for the user.
     """
-    raise NotImplementedError
+    _check(options)
+    config = ModelConfig.from_folder(model_folder)
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, config.torch_dtype, device)
+    group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
+    layout = KVLayout((group,), options.block_size, dtype.dtype)
+    variants = options.variants or (Variant("native", NativeHeads(config.num_kv_heads)),)
+    shape = Shape(options.block_size, config.num_heads, {v.name: v for v in variants}, device)
+    if options.kv_memory is not None:  # what cannot work is refused before the weights are read
+        _fit(options, config, layout, shape, size_pool(options.kv_memory, None, 0, on_gpu=False))
+    linear = choose_linear_backend(device, dtype.dtype)
+    weights = load_weights(model_folder, config, device=device, dtype=dtype.dtype, linear=linear)
+    longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    decoder = Decoder(config, weights, device, max_position=longest)
+    parts = _Parts(
+        config, dtype, layout, shape, decoder, choose_attention_backend(device, dtype.dtype), linear
+    )
+    size = _size(options, parts, longest)
+    context = _fit(options, config, layout, shape, size)
+    return _join(options, parts, size, context), _facts(options, parts, size, context)
+
+
+def _check(options: EngineOptions) -> None:
+    """Options that need nothing else to be wrong."""
+    positive = {
+        "--block-size": options.block_size,
+        "--max-num-seqs": options.max_num_seqs,
+        "--max-batch-tokens": options.max_batch_tokens,
+    }
+    for flag, value in positive.items():
+        if value < 1:
+            raise ConfigError(f"{flag} {value}: must be at least 1")
+    if options.max_batch_tokens < options.max_num_seqs:
+        raise ConfigError(
+            f"--max-batch-tokens {options.max_batch_tokens} is less than --max-num-seqs "
+            f"{options.max_num_seqs}: every running sequence needs a token in each step; raise the first or "
+            f"lower the second"
+        )
+    if options.kv_memory is not None or options.kv_fraction is not None:
+        size_pool(options.kv_memory, options.kv_fraction, 0, on_gpu=False)
+
+
+def _size(options: EngineOptions, parts: _Parts, longest: int) -> PoolSize:
+    on_gpu = parts.shape.device.type == "cuda"
+    if options.kv_memory is not None:
+        free = 0  # not asked
+    elif on_gpu:
+        free = room_on_gpu(
+            parts.decoder, parts.attention, parts.layout, parts.shape,
+            options.max_batch_tokens, options.max_num_seqs, longest,
+        )  # fmt: skip
+    else:
+        free = free_memory()
+    return size_pool(options.kv_memory, options.kv_fraction, free, on_gpu)
+
+
+def _fit(
+    options: EngineOptions, config: ModelConfig, layout: KVLayout, shape: Shape, size: PoolSize
+) -> Context:
+    variants = tuple(shape.variants.values())
+    return fit_context(layout, size, variants, options.max_model_len, config.max_position_embeddings)
+
+
+def _join(options: EngineOptions, parts: _Parts, size: PoolSize, context: Context) -> Engine:
+    variants = tuple(parts.shape.variants.values())
+    try:
+        pool = KVPool(parts.layout, parts.layout.total_blocks(size.nbytes), parts.shape.device)
+    except CacheError as error:
+        raise ConfigError(f"{error} (--kv-memory, or --kv-fraction)") from error
+    manager = CacheManager(
+        parts.layout,
+        pool,
+        max_seqs=options.max_num_seqs,
+        max_seq_len=max(context.by_variant.values()),
+        max_kv_heads=max(variant.kv_heads for variant in variants),
+        variants=[VariantSpec(variant.name, variant.kv_heads) for variant in variants],
+        q_heads=parts.config.num_heads,
+        prefix_cache=options.prefix_cache,
+    )
+    runner = ModelRunner(parts.decoder, pool, parts.attention)
+    limits = Limits(options.max_batch_tokens, options.max_num_seqs)
+    return Engine(runner, manager, parts.shape, limits, context.by_variant)
+
+
+def _facts(options: EngineOptions, parts: _Parts, size: PoolSize, context: Context) -> EngineFacts:
+    config, layout = parts.config, parts.layout
+    total = layout.total_blocks(size.nbytes)
+    return EngineFacts(
+        family=config.family,
+        fingerprint=parts.decoder.weights.fingerprint,
+        num_layers=config.num_layers,
+        q_heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        group=config.group,
+        head_dim=config.head_dim,
+        vocab_rows=config.vocab_size,
+        eos_ids=config.eos_token_ids,
+        bos_id=config.bos_token_id,
+        weight_bytes=parts.decoder.weights.nbytes,
+        device=str(parts.shape.device),
+        dtype=str(parts.dtype.dtype).removeprefix("torch."),
+        dtype_reason=parts.dtype.reason,
+        kv_dtype=str(layout.dtype).removeprefix("torch."),
+        pool_bytes=total * layout.block_bytes,
+        pool_reason=size.reason,
+        total_blocks=total,
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        max_position_embeddings=config.max_position_embeddings,
+        max_model_len=context.length,
+        clamped_from=context.clamped_from,
+        max_num_seqs=options.max_num_seqs,
+        max_batch_tokens=options.max_batch_tokens,
+        attention_backend=parts.attention.name,
+        attention_reason=parts.attention.reason,
+        linear_backend=parts.linear.name,
+        linear_reason=parts.linear.reason,
+        variants=tuple(_variant(v, config, layout, total, context) for v in parts.shape.variants.values()),
+        warnings=context.warnings,
+    )
+
+
+def _variant(
+    variant: Variant, config: ModelConfig, layout: KVLayout, total: int, context: Context
+) -> VariantFacts:
+    fits, longest = layout.tokens_that_fit(total, variant.kv_heads), context.by_variant[variant.name]
+    return VariantFacts(
+        name=variant.name,
+        kv_heads=variant.kv_heads,
+        group=config.num_heads // variant.kv_heads,
+        bytes_per_token=layout.bytes_per_token(variant.kv_heads),
+        tokens_that_fit=fits,
+        full_length_users=fits / longest if longest else 0.0,
+        max_len=longest,
+    )

@@ -1,42 +1,289 @@
-"""Steps 4 to 8 of a request's trip: plan, run, commit. Works without threads: whoever calls `step` is the engine."""
+"""Steps 4 to 8 of a request's trip: plan, run, commit. It has no thread; whoever calls `step` lends it one."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+
+from cache.manager import CacheManager
 from cache.report import BlockPage, CacheReport
-from server.engine.request import Request, TokenEvent
-from server.engine.stats import EngineStats
+from server.engine.batch import Shape, build_batch
+from server.engine.errors import EngineDead
+from server.engine.request import FinishReason, KVPeak, Request, TokenEvent
+from server.engine.runner import ModelRunner
+from server.engine.scheduler import Limits, Plan, Scheduled, Scheduler
+from server.engine.sequence import Sequence, Work
+from server.engine.stats import Counters, EngineStats
+
+logger = logging.getLogger(__name__)
+
+# What a sequence's part of a step came to: a drawn id, None where there was none to draw, or a fault.
+Outcome = int | None | Exception
 
 
 class Engine:
-    """Continuous batching over one decoder and one cache. Not thread-safe: one caller at a time."""
+    """Continuous batching over one decoder and one cache. One caller at a time.
+
+    `capacity` maps each variant to the most tokens (prompt and output) that a sequence of it may have.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        manager: CacheManager,
+        shape: Shape,
+        limits: Limits,
+        capacity: Mapping[str, int],
+    ) -> None:
+        self._runner = runner
+        self._manager = manager
+        self._shape = shape
+        self._capacity = dict(capacity)
+        self._counters = Counters()
+        self._scheduler = Scheduler(
+            manager,
+            limits,
+            {name: variant.kv_heads for name, variant in shape.variants.items()},
+            shape.block_size,
+            self._counters,
+        )
+        self._works: dict[str, Work] = {}
+        self._arrivals = 0
+        self._aborts: list[tuple[str, int | None]] = []
+        self._stumbled = False  # the last plan failed
+        self._dead: str | None = None
+
+    # ---- what comes in ----
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the request can never run. Reads nothing that changes: safe on any thread."""
+        capacity = self._capacity.get(request.variant)
+        if capacity is None:
+            raise ValueError(f"no attention mode {request.variant!r}; served are {', '.join(self._capacity)}")
+        longest = max(len(prompt) for prompt in request.prompts)
+        if longest > capacity:
+            raise ValueError(
+                f"a prompt of {longest} tokens exceeds the {capacity} that a sequence of "
+                f"{request.variant!r} can hold here"
+            )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises EngineDead; ValueError for an id in flight or a prompt no pool state can hold."""
-        raise NotImplementedError
+        """Queue a request. Raises EngineDead; ValueError if it can never run or its id is in flight."""
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        self.check(request)
+        if request.id in self._works:
+            raise ValueError(f"request id {request.id!r} is in flight already")
+        account = self._manager.open_account(request.id, request.variant)
+        work = Work(request, self._arrivals, account, self._shape.block_size)
+        self._arrivals += 1
+        self._works[request.id] = work
+        self._scheduler.add(work.sequences)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End one choice or all; takes effect at the start of the next step. Unknown ids are ignored."""
-        raise NotImplementedError
+        """End one choice, or all, at the start of the next step. What is unknown or over is ignored."""
+        if request_id in self._works:
+            self._aborts.append((request_id, index))
+
+    # ---- the step ----
 
     def step(self) -> list[TokenEvent]:
-        """One step for everybody. Never raises for a fault of the model: see `dead`."""
-        raise NotImplementedError
+        """One step for everybody: decide, compute, take the results in.
+
+        A fault ends the sequences that cause it with FinishReason.ERROR and nobody else. A fault of the
+        engine itself ends all of them and sets `dead`. Neither is raised.
+        """
+        events: list[TokenEvent] = []
+        if self._dead is not None:
+            return events
+        try:
+            self._carry_out_aborts(events)
+            plan = self._plan(events)
+            outcomes = self._run(plan)
+            self._commit(plan, outcomes, events)
+        except Exception as error:
+            self._die(error, events)
+        self._counters.steps += 1
+        return events
+
+    def _carry_out_aborts(self, events: list[TokenEvent]) -> None:
+        aborts, self._aborts = self._aborts, []
+        for request_id, index in aborts:
+            work = self._works.get(request_id)
+            if work is None:
+                continue
+            chosen = work.sequences if index is None else work.sequences[index : index + 1]
+            for sequence in chosen:
+                if sequence.finish is None:
+                    self._end(sequence, FinishReason.ABORT, events)
+
+    def _plan(self, events: list[TokenEvent]) -> Plan:
+        """A plan that leads somewhere; a failed one is tried again in the next step, and then it is fatal."""
+        try:
+            plan = self._scheduler.plan()
+            if self._works and not (plan.entries or plan.refused or plan.preempted):
+                raise RuntimeError("no sequence can run, and none will: the scheduler is stuck")
+        except Exception:
+            if self._stumbled:
+                raise
+            self._stumbled = True
+            logger.exception("planning a step failed; trying once more")
+            return Plan((), (), 0)
+        self._stumbled = False
+        for sequence, error in plan.refused:
+            logger.error("admitting %s failed", _name(sequence), exc_info=error)
+            self._manager.check()  # if the cache's books are wrong, this is not the request's fault
+            self._end(sequence, FinishReason.ERROR, events, _complaint(error))
+        return plan
+
+    def _run(self, plan: Plan) -> list[Outcome]:
+        """The outcome of each entry. If the step raises, its sequences run once each alone: nothing has moved
+        on, so each writes the same places again. If all of them fail, one token of nobody's decides who is to
+        blame; what that raises is fatal."""
+        if not plan.entries:
+            return []
+        self._runner.copy(self._manager.take_copies())
+        self._manager.upload()
+        try:
+            return self._forward(plan.entries)
+        except Exception:
+            self._counters.failed_steps += 1
+            logger.exception("a step of %d sequences failed; running each alone", len(plan.entries))
+        outcomes = [self._alone(entry) for entry in plan.entries]
+        if all(isinstance(outcome, Exception) for outcome in outcomes):
+            self._runner.try_out(self._shape)
+        return outcomes
+
+    def _alone(self, entry: Scheduled) -> Outcome:
+        try:
+            return self._forward([entry])[0]
+        except Exception as error:
+            logger.exception("%s fails alone", _name(entry.sequence))
+            return error
+
+    def _forward(self, entries: Several[Scheduled]) -> list[Outcome]:
+        rows = [self._first_row(entry.sequence) for entry in entries]
+        batch = build_batch(entries, rows, self._manager.row_tables, self._shape)
+        outcomes: list[Outcome] = [None] * len(entries)
+        for index, token in zip(batch.drawn, self._runner.run(batch).tolist(), strict=True):
+            outcomes[index] = token if token >= 0 else ArithmeticError("the model's logits are not finite")
+        return outcomes
+
+    def _first_row(self, sequence: Sequence) -> int:
+        assert sequence.slot is not None
+        return self._manager.table_rows(sequence.slot).start
+
+    def _commit(self, plan: Plan, outcomes: list[Outcome], events: list[TokenEvent]) -> None:
+        for entry, outcome in zip(plan.entries, outcomes, strict=True):
+            sequence = entry.sequence
+            if isinstance(outcome, Exception):
+                self._end(sequence, FinishReason.ERROR, events, _complaint(outcome))
+                continue
+            assert sequence.slot is not None
+            sequence.computed = entry.start + entry.count
+            self._manager.advance(sequence.slot, sequence.computed, sequence.chain)
+            self._counters.batched_tokens += entry.count
+            if outcome is not None:
+                self._take(sequence, outcome, events)
+
+    def _take(self, sequence: Sequence, token: int, events: list[TokenEvent]) -> None:
+        """A drawn token: the sequence grows or ends."""
+        sequence.append(token)
+        self._counters.output_tokens += 1
+        request = sequence.work.request
+        room = self._capacity[request.variant] - len(sequence.prompt)
+        if token in request.stop_ids:
+            self._end(sequence, FinishReason.STOP, events, token=token)
+        elif sequence.output >= min(request.max_tokens, room):
+            self._end(sequence, FinishReason.LENGTH, events, token=token)
+        else:
+            events.append(TokenEvent(request.id, sequence.index, token, None, self._peak(sequence.work)))
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        events: list[TokenEvent],
+        error: str | None = None,
+        token: int | None = None,
+    ) -> None:
+        """Every end of a choice, whatever the reason: its blocks go back, and its last event goes out."""
+        work = sequence.work
+        events.append(TokenEvent(work.request.id, sequence.index, token, reason, self._peak(work), error))
+        sequence.finish = reason
+        self._counters.finished[reason] += 1
+        self._scheduler.release(sequence)
+        work.unfinished -= 1
+        if work.unfinished == 0:
+            self._manager.close_account(work.account)
+            del self._works[work.request.id]
+
+    def _peak(self, work: Work) -> KVPeak:
+        return KVPeak(*self._manager.peak(work.account))
+
+    def _die(self, error: Exception, events: list[TokenEvent]) -> None:
+        """The engine cannot go on, and everybody learns it at once. Nobody uses the cache after this."""
+        logger.critical("the engine stops: %s", error, exc_info=error)
+        self._dead = f"{type(error).__name__}: {error}"
+        message = f"the engine has stopped ({type(error).__name__})"
+        for work in self._works.values():
+            for sequence in work.sequences:
+                if sequence.finish is None:
+                    sequence.finish = FinishReason.ERROR
+                    self._counters.finished[FinishReason.ERROR] += 1
+                    events.append(
+                        TokenEvent(
+                            work.request.id,
+                            sequence.index,
+                            None,
+                            FinishReason.ERROR,
+                            KVPeak(0, 0, 0, 0),
+                            message,
+                        )
+                    )
+        self._works.clear()
+        self._aborts.clear()
+        self._scheduler.waiting.clear()
+        self._scheduler.running.clear()
+
+    # ---- what can be asked ----
 
     @property
     def has_work(self) -> bool:
-        """Whether a call of `step` would do anything."""
-        raise NotImplementedError
+        """Whether any choice is in flight."""
+        return bool(self._works)
 
     @property
     def dead(self) -> str | None:
         """Why the engine stopped for good, or None."""
-        raise NotImplementedError
+        return self._dead
 
     def report(self, check: bool = False) -> CacheReport:
-        raise NotImplementedError
+        """The cache now; `check` reconciles every block first (CacheError if the books are wrong)."""
+        if check:
+            self._manager.check()
+        return self._manager.report()
 
     def blocks(self, offset: int, limit: int) -> BlockPage:
-        raise NotImplementedError
+        """Part of the block table, as it is now."""
+        return self._manager.blocks(offset, limit)
 
     def stats(self) -> EngineStats:
-        raise NotImplementedError
+        """Numbers as of the last step."""
+        return self._counters.snapshot(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            waiting_requests=sum(not work.started for work in self._works.values()),
+        )
+
+
+def _name(sequence: Sequence) -> str:
+    return f"request {sequence.work.request.id!r} choice {sequence.index}"
+
+
+def _complaint(error: Exception) -> str:
+    """What a client is told; the log has the rest."""
+    if isinstance(error, ArithmeticError):
+        return str(error)
+    return f"the model failed on this request ({type(error).__name__})"

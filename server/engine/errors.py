@@ -7,7 +7,7 @@ class EngineError(Exception):
     """The engine refused or could not do something; the message is fit for a client."""
 
 
-class QueueFull(EngineError):  # noqa: N818
+class QueueFull(EngineError):
     """Too many requests wait already; `retry_after` is an estimate in whole seconds (HTTP 429)."""
 
     def __init__(self, queued: int, limit: int, retry_after: int) -> None:
@@ -20,14 +20,14 @@ class QueueFull(EngineError):  # noqa: N818
         self.retry_after = retry_after
 
 
-class Draining(EngineError):  # noqa: N818
+class Draining(EngineError):
     """The server is shutting down and takes no new work (HTTP 503)."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down and takes no new requests")
 
 
-class EngineDead(EngineError):  # noqa: N818
+class EngineDead(EngineError):
     """The engine stopped for good; only a restart helps (HTTP 503)."""
 
     def __init__(self, reason: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from server.engine.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,9 +13,9 @@ class EngineStats:
     """One snapshot after a step. Counters grow from 0 at start; gauges are as of the snapshot.
 
     `running` and `waiting` count choices, `waiting_requests` requests none of whose choices has run yet.
-    `prompt_tokens` counts prompt tokens of choices at their first admission, `cached_tokens` those of them
-    that the prefix index gave; recompute after a preemption counts in neither. `batched_tokens` counts every
-    token that went through the model.
+    `prompt_tokens` counts the tokens of each prompt once, whatever `n`, when it is first admitted, and
+    `cached_tokens` those of them that the prefix index gave; recompute after a preemption counts in neither.
+    `batched_tokens` counts every token that went through the model; `finished_*` count choices.
     """
 
     running: int = 0
@@ -30,6 +32,38 @@ class EngineStats:
     finished_length: int = 0
     finished_abort: int = 0
     finished_error: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """The engine's own running totals, in the units of `EngineStats`."""
+
+    steps: int = 0
+    batched_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    failed_steps: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def snapshot(self, *, running: int, waiting: int, waiting_requests: int) -> EngineStats:
+        return EngineStats(
+            running=running,
+            waiting=waiting,
+            waiting_requests=waiting_requests,
+            steps=self.steps,
+            batched_tokens=self.batched_tokens,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            preemptions=self.preemptions,
+            failed_steps=self.failed_steps,
+            finished_stop=self.finished[FinishReason.STOP],
+            finished_length=self.finished[FinishReason.LENGTH],
+            finished_abort=self.finished[FinishReason.ABORT],
+            finished_error=self.finished[FinishReason.ERROR],
+        )
 
 
 class Status(StrEnum):

@@ -1,0 +1,59 @@
+"""What was built, in numbers and reasons: for the start table, the model list and the checks of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class VariantFacts:
+    """One attention mode: canonical name, heads, cache bytes of a token, and what the pool holds of it.
+
+    `tokens_that_fit` counts tokens of one sequence in the whole pool; `max_len` is the longest prompt +
+    output of one choice: the smaller of the context and the pool.
+    """
+
+    name: str
+    kv_heads: int
+    group: int  # query heads that read one KV head
+    bytes_per_token: int
+    tokens_that_fit: int
+    full_length_users: float  # tokens_that_fit / max_len, 0 if not even one block fits
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Everything about an engine that never changes while it runs. Sizes in bytes, lengths in tokens."""
+
+    family: str
+    fingerprint: str
+    num_layers: int
+    q_heads: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    vocab_rows: int
+    eos_ids: frozenset[int]  # of config.json; the tokenizer and generation_config may add more
+    bos_id: int | None
+    weight_bytes: int
+    device: str
+    dtype: str
+    dtype_reason: str
+    kv_dtype: str
+    pool_bytes: int  # of the blocks; the arena holds one more, for padding writes
+    pool_reason: str
+    total_blocks: int
+    block_size: int
+    block_bytes: int
+    max_position_embeddings: int
+    max_model_len: int
+    clamped_from: int | None  # the context before the pool clamped it
+    max_num_seqs: int
+    max_batch_tokens: int
+    attention_backend: str
+    attention_reason: str
+    linear_backend: str
+    linear_reason: str
+    variants: tuple[VariantFacts, ...]  # the first is the default
+    warnings: tuple[str, ...] = ()

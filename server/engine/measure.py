@@ -1,0 +1,44 @@
+"""What a step takes on a GPU beside weights and cache: found by running the largest one, not by estimate."""
+
+from __future__ import annotations
+
+import torch
+
+from cache.layout import KVLayout
+from cache.pool import KVPool
+from model.attention.base import AttentionBackend
+from model.decoder import Decoder
+from server.engine.batch import Shape, made_up_batch
+from server.engine.runner import ModelRunner
+
+
+def room_on_gpu(
+    decoder: Decoder,
+    attention: AttentionBackend,
+    layout: KVLayout,
+    shape: Shape,
+    tokens: int,
+    drawn: int,
+    context: int,
+) -> int:
+    """Bytes that the GPU has left for a pool once the weights are there and the largest step has its own.
+
+    The step: one sequence's last chunk of `tokens` tokens at the end of `context`, with logits of `drawn`
+    positions. Its cache is one block that every entry of its table names, so it needs no pool.
+    """
+    device = shape.device
+    widest = max(shape.variants.values(), key=lambda variant: variant.kv_heads)
+    pool = KVPool(layout, 1, device)
+    blocks = layout.logical_blocks(context)
+    rows = torch.zeros((widest.kv_heads, blocks), dtype=torch.int32, device=device)
+    count = min(tokens, context)
+    batch = made_up_batch(widest.name, context - count, count, min(drawn, count), rows, shape)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    ModelRunner(decoder, pool, attention).run(batch)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del pool, rows, batch
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(free - peak, 0)

@@ -1,0 +1,200 @@
+"""Step 4 of a request's trip: who runs, and how many tokens each.
+
+One order rules everything: (priority, arrival, choice). Blocks are taken in that order and taken away from
+its end, so the first sequence always progresses, and one that was pushed out comes back before its juniors.
+The head of the queue is never skipped: a large request cannot be starved by small ones behind it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+
+from cache.manager import CacheManager
+from server.engine.sequence import Sequence
+from server.engine.stats import Counters
+
+_ORDER = attrgetter("key")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One sequence's part of a step: tokens `[start, start + count)` of its ids."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether all its tokens are in after this step, so that the next one can be drawn."""
+        return self.start + self.count == self.sequence.length
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, the entries of each variant together. `refused` are requests whose admission went wrong."""
+
+    entries: tuple[Scheduled, ...]
+    refused: tuple[tuple[Sequence, Exception], ...]
+    preempted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step may hold."""
+
+    max_batch_tokens: int
+    max_num_seqs: int
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence needs its token in every step"
+            )
+
+
+class Scheduler:
+    """First come, first served within a priority; prompts are admitted whole, blocks taken by the chunk."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        limits: Limits,
+        kv_heads: Mapping[str, int],
+        block_size: int,
+        counters: Counters,
+    ) -> None:
+        """`kv_heads` maps each variant's canonical name to its number of KV heads; `block_size` in tokens."""
+        self._manager = manager
+        self._block_size = block_size
+        self._counters = counters
+        self._limits = limits
+        self._kv_heads = kv_heads
+        self.waiting: list[Sequence] = []  # both in order
+        self.running: list[Sequence] = []
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            insort(self.waiting, sequence, key=_ORDER)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is. The one place where blocks go back."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+            return
+        self._manager.close(sequence.slot)
+        sequence.slot = None
+        sequence.computed = 0
+        self.running.remove(sequence)
+
+    def plan(self) -> Plan:
+        """Decide a step and own the blocks it writes. Every running decode comes first, then running prefills
+        in order, then the queue's head while its whole prompt fits."""
+        entries: list[Scheduled] = []
+        refused: list[tuple[Sequence, Exception]] = []
+        budget = self._limits.max_batch_tokens - sum(sequence.pending == 1 for sequence in self.running)
+        before = len(self.running)
+        for sequence in tuple(self.running):
+            if sequence.slot is None:
+                break  # pushed out by one before it, and so is everything behind
+            count = 1 if sequence.pending == 1 else min(sequence.pending, budget)
+            if count == 0:
+                continue
+            if self._make_room(sequence, sequence.computed + count):
+                entries.append(Scheduled(sequence, sequence.computed, count))
+                budget -= count if sequence.pending > 1 else 0
+        preempted = before - len(self.running)
+        self._counters.preemptions += preempted
+        if not preempted:
+            self._admit(entries, refused, budget)
+        entries.sort(key=lambda entry: entry.sequence.work.request.variant)  # stable: order within a variant
+        return Plan(tuple(entries), tuple(refused), preempted)
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Own blocks for its first `tokens` tokens, if need be those of sequences behind it. If there are
+        none behind, it keeps what it holds and sits this step out: those before it finish, or take it."""
+        assert sequence.slot is not None
+        while not self._manager.extend(sequence.slot, tokens):
+            victim = self.running[-1]
+            if victim is sequence:
+                return False
+            self._push_out(victim)
+        return True
+
+    def _push_out(self, sequence: Sequence) -> None:
+        """Back to the queue, to its own place in the order; what it held is computed again later."""
+        self.release(sequence)
+        self.add([sequence])
+
+    def _admit(
+        self, entries: list[Scheduled], refused: list[tuple[Sequence, Exception]], budget: int
+    ) -> None:
+        """Take in the head of the queue for as long as there is a place, and room for the whole of it."""
+        reserve: int | None = None
+        while self.waiting and budget > 0 and len(self.running) < self._limits.max_num_seqs:
+            sequence = self.waiting[0]
+            if reserve is None:
+                reserve = self._reserve(entries)
+            try:
+                opened = self._open(sequence, reserve)
+            except Exception as error:
+                refused.append((sequence, error))
+                return
+            if not opened:
+                return
+            count = min(sequence.pending, budget)
+            assert sequence.slot is not None
+            if not self._manager.extend(sequence.slot, sequence.computed + count):
+                self._push_out(sequence)  # it was said to fit; another try, another step
+                return
+            entries.append(Scheduled(sequence, sequence.computed, count))
+            budget -= count
+            reserve += self._still_needs(sequence, sequence.computed + count)
+
+    def _reserve(self, entries: list[Scheduled]) -> int:
+        """Physical blocks that a newcomer must leave: what running prefills still need, and one logical block
+        of head-room for each running sequence, so that what comes in is not pushed out at once."""
+        after = {id(entry.sequence): entry.start + entry.count for entry in entries}
+        return sum(self._still_needs(s, after.get(id(s), s.computed)) for s in self.running)
+
+    def _still_needs(self, sequence: Sequence, owned: int) -> int:
+        """Physical blocks it will ask for soon if it owns those of its first `owned` tokens now."""
+        blocks = self._blocks(sequence.length) - self._blocks(owned)
+        return (blocks + 1) * self._kv_heads[sequence.work.request.variant]
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def _open(self, sequence: Sequence, reserve: int) -> bool:
+        """Give the head of the queue its place: beside a sibling that knows the prompt, or by itself."""
+        shared = len(sequence.prompt) - 1  # the last prompt token runs again, to give its logits
+        siblings = [s for s in sequence.work.siblings(sequence) if s.slot is not None] if shared else []
+        parent = next((s for s in siblings if s.computed >= shared), None)
+        if parent is None and siblings:
+            return False  # one of them is in its prefill; sharing it is cheaper than doing it again
+        work = sequence.work
+        if parent is not None:
+            blocks = self._blocks(sequence.length) - shared // self._block_size
+            need = blocks * self._kv_heads[work.request.variant]
+            if need + reserve > self._manager.free_blocks + self._manager.cached_blocks:
+                return False
+            assert parent.slot is not None
+            sequence.slot = self._manager.fork(parent.slot, shared, work.account)
+            sequence.computed = shared
+        else:
+            if not self._manager.admissible(sequence.chain, sequence.length, work.request.variant, reserve):
+                return False
+            first = not any(s.ran for s in work.siblings(sequence))
+            opened = self._manager.open(work.account, sequence.chain, sequence.length, recompute=not first)
+            sequence.slot, sequence.computed = opened.slot, opened.cached_tokens
+            if first:
+                self._counters.prompt_tokens += len(sequence.prompt)
+                self._counters.cached_tokens += opened.cached_tokens
+        self.waiting.pop(0)
+        insort(self.running, sequence, key=_ORDER)
+        sequence.ran = work.started = True
+        return True

@@ -1,0 +1,113 @@
+"""How large the pool is, and how long a sequence it can hold: the rules, and the words for a user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cache.layout import KVLayout
+from model.heads import Variant
+from server.engine.errors import ConfigError
+
+DEFAULT_POOL = 2 << 30  # bytes, at most, on a CPU
+DEFAULT_FRACTION = 0.9  # of what a GPU has left
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Bytes for blocks, and why that many."""
+
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The longest prompt + output in tokens: of the first variant, of each variant, and what was wanted."""
+
+    length: int
+    clamped_from: int | None
+    by_variant: dict[str, int]
+    warnings: tuple[str, ...]
+
+
+def size_pool(kv_memory: int | None, kv_fraction: float | None, free: int, on_gpu: bool) -> PoolSize:
+    """The pool's bytes. `free`: what the device has left for it. Raises ConfigError."""
+    if kv_memory is not None and kv_fraction is not None:
+        raise ConfigError("--kv-memory and --kv-fraction exclude each other; give one of them")
+    if kv_memory is not None:
+        if kv_memory <= 0:
+            raise ConfigError(f"--kv-memory {kv_memory}: must be more than 0 bytes")
+        return PoolSize(kv_memory, "as asked")
+    if kv_fraction is not None or on_gpu:
+        fraction = DEFAULT_FRACTION if kv_fraction is None else kv_fraction
+        if not 0 < fraction <= 1:
+            raise ConfigError(f"--kv-fraction {fraction}: must be above 0 and at most 1")
+        left = "free after the weights and the largest step" if on_gpu else "free memory"
+        return PoolSize(int(free * fraction), f"{fraction:g} of the {spell_bytes(free)} {left}")
+    if free // 4 < DEFAULT_POOL:
+        return PoolSize(free // 4, f"a quarter of the {spell_bytes(free)} of free memory")
+    return PoolSize(DEFAULT_POOL, "the default on a CPU")
+
+
+def fit_context(
+    layout: KVLayout, pool: PoolSize, variants: Sequence[Variant], asked: int | None, model_limit: int
+) -> Context:
+    """How long a sequence may be: `asked` (--max-model-len) or the model's own limit, if the pool holds it.
+
+    What was asked must fit; what was not is cut down to what fits. Raises ConfigError.
+    """
+    total = layout.total_blocks(pool.nbytes)
+    first = variants[0]
+    fits = layout.tokens_that_fit(total, first.kv_heads)
+    if fits == 0:
+        need = first.kv_heads * layout.block_bytes
+        raise ConfigError(
+            f"the KV pool of {spell_bytes(pool.nbytes)} ({pool.reason}) cannot hold a single block of "
+            f"{layout.block_size} tokens, which takes {spell_bytes(need)}; give at least --kv-memory {need}, "
+            f"or a smaller --block-size"
+        )
+    if asked is not None:
+        _check_asked(asked, model_limit, fits, layout, pool, first)
+    wanted = model_limit if asked is None else asked
+    length = min(wanted, fits)
+    by_variant, warnings = {}, []
+    for variant in variants:
+        own = min(wanted, layout.tokens_that_fit(total, variant.kv_heads))
+        by_variant[variant.name] = own
+        if own < length:
+            warnings.append(
+                f"attention mode {variant.name} takes {variant.kv_heads} KV heads: the pool holds {own} "
+                f"tokens of one sequence, not {length}; raise --kv-memory to "
+                f"{layout.physical_blocks(length, variant.kv_heads) * layout.block_bytes} for all of them"
+            )
+    return Context(length, wanted if length < wanted else None, by_variant, tuple(warnings))
+
+
+def _check_asked(
+    asked: int, model_limit: int, fits: int, layout: KVLayout, pool: PoolSize, variant: Variant
+) -> None:
+    if asked < 2:
+        raise ConfigError(f"--max-model-len {asked}: must be at least 2 (one token in, one out)")
+    if asked > model_limit:
+        raise ConfigError(
+            f"--max-model-len {asked} exceeds the {model_limit} positions the model was made for "
+            f"(max_position_embeddings); give at most {model_limit}"
+        )
+    if asked > fits:
+        need = layout.physical_blocks(asked, variant.kv_heads) * layout.block_bytes
+        raise ConfigError(
+            f"--max-model-len {asked} needs a KV pool of {spell_bytes(need)} and there are "
+            f"{spell_bytes(pool.nbytes)} ({pool.reason}); the largest that fits is {fits}: lower "
+            f"--max-model-len, or raise --kv-memory to {need}"
+        )
+
+
+def spell_bytes(nbytes: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    amount = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{amount:.4g} TiB"
