@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 
 from model.errors import ModelError
 from server.text.files import read_object
-from server.text.sentencepiece_backend import from_sentencepiece, llama_model
+from server.text.sentencepiece_backend import SPACE, from_sentencepiece, llama_model, own_tokens
 from server.text.sentencepiece_model import read_sentencepiece
 from server.text.special_tokens import SpecialTokens, as_special, read_special_tokens
 
@@ -108,11 +108,13 @@ def _from_model(
     """The tokenizer of a folder that has only sentencepiece's file."""
     model = read_sentencepiece(path)
     if kind == "llama":
-        special = read_special_tokens(folder, config, _DEFAULT_ROLES[kind], {})
+        special = read_special_tokens(folder, config, _DEFAULT_ROLES[kind], {}, own_tokens(model))
         return _rebuilt(Tokenizer(llama_model(model)), kind, config), special
     roles = (("bos_token", model.bos_id), ("eos_token", model.eos_id), ("unk_token", model.unk_id))
     defaults = {role: piece for role, index in roles if (piece := model.piece(index)) is not None}
-    special = read_special_tokens(folder, config, defaults, {})
+    # What the user defined is not added here: the pipeline keeps those pieces whole.
+    control = tuple(token for token in own_tokens(model) if token.special)
+    special = read_special_tokens(folder, config, defaults, {}, control)
     tokenizer, by_id = from_sentencepiece(model, dict(special.by_id), bool(config.get("legacy", True)))
     return tokenizer, replace(special, by_id=by_id)
 
@@ -145,8 +147,8 @@ def _rebuilt(loaded: Tokenizer, kind: str, config: Mapping[str, Any]) -> Tokeniz
 def _llama_pipeline(tokenizer: Tokenizer, prefix_space: bool, legacy: bool) -> None:
     """Spaces become ▁, one is put in front (legacy: in front of every piece between added tokens)."""
     scheme = ("always" if legacy else "first") if prefix_space else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix_space:
         steps.append(decoders.Strip(content=" ", left=1))
     tokenizer.decoder = decoders.Sequence(steps)

@@ -27,6 +27,16 @@ def llama_model(model: SentencePieceModel) -> BPE:
     return BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True)
 
 
+def own_tokens(model: SentencePieceModel) -> tuple[AddedToken, ...]:
+    """Control pieces (special) and user-defined ones (not special), in the order of their ids."""
+    kinds = (PieceKind.CONTROL, PieceKind.USER_DEFINED)
+    return tuple(
+        AddedToken(piece, normalized=False, special=kind == PieceKind.CONTROL)
+        for piece, kind in zip(model.pieces, model.kinds, strict=True)
+        if kind in kinds
+    )
+
+
 def from_sentencepiece(
     model: SentencePieceModel, added: dict[int, AddedToken], legacy: bool
 ) -> tuple[Tokenizer, dict[int, AddedToken]]:

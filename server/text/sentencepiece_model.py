@@ -58,6 +58,8 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
     """Raises ModelError if the file is not a sentencepiece model or uses a kind of model not known here."""
     try:
         data = path.read_bytes()
+        if not data:
+            raise ValueError("the file is empty")
         library = sentencepiece.SentencePieceProcessor(model_proto=data)
         fields = _Fields(data)
         trainer, normalizer = _Fields(fields.message(2)), _Fields(fields.message(3))

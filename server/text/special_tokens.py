@@ -36,15 +36,20 @@ class SpecialTokens:
 
 
 def read_special_tokens(
-    folder: Path, config: Mapping[str, Any], defaults: Mapping[str, str], in_file: Mapping[int, AddedToken]
+    folder: Path,
+    config: Mapping[str, Any],
+    defaults: Mapping[str, str],
+    in_file: Mapping[int, AddedToken],
+    pieces: tuple[AddedToken, ...] = (),
 ) -> SpecialTokens:
     """What `folder` declares; `config` is its tokenizer_config.json, `defaults` the roles that the
-    tokenizer's class fills by itself, `in_file` the added tokens of tokenizer.json by id."""
+    tokenizer's class fills by itself, `in_file` the added tokens of tokenizer.json by id, `pieces` what sentencepiece's file
+    marks as a token of its own (extra tokens, unless a JSON file lists some)."""
     roles: dict[str, Any] = {**defaults, **_roles(config)}
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     if isinstance(extra, dict):
         roles.update(extra)
-        extra = []
+        extra = None
     if "added_tokens_decoder" in config:
         source = folder / "tokenizer_config.json"
         by_id = {int(index): _token(value, source) for index, value in config["added_tokens_decoder"].items()}
@@ -55,8 +60,10 @@ def read_special_tokens(
         if isinstance(listed, dict):
             roles.update(listed)
         elif listed:
-            extra = [*extra, *(token for token in listed if token not in extra)]
-        special = {_content(value) for value in (*roles.values(), *extra) if value is not None}
+            extra = [*(extra or ()), *(token for token in listed if token not in (extra or ()))]
+        elif extra is None:
+            extra = shared.get("additional_special_tokens")
+        special = {_content(value) for value in (*roles.values(), *(extra or ())) if value is not None}
         by_id = {**_added_tokens(folder, special), **in_file}
     known = {token.content: token for token in by_id.values()}
     source = folder / "special_tokens_map.json"
@@ -64,7 +71,7 @@ def read_special_tokens(
     order = [*(role for role in _NAMED if role in named), *(role for role in named if role not in _NAMED)]
     return SpecialTokens(
         named={role: named[role] for role in order},
-        extra=tuple(_token(value, source) for value in extra),
+        extra=pieces if extra is None else tuple(_token(value, source) for value in extra),
         by_id=by_id,
     )
 
