@@ -67,19 +67,22 @@ def resolve_model(
         return _fetch_alias(name, cache_dir, shown)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"{folder} holds no config.json; a model folder has one beside its *.safetensors"
-            )
-        return folder
+        return _with_config(folder, str(folder))
     if folder.exists():
         raise ModelError(f"{folder} is a file; name the folder that holds config.json and *.safetensors")
     if is_hub_id(name):
-        return fetch_from_hub(name, progress=shown, endpoint=hub_endpoint, hub_cache=hub_cache)
+        fetched = fetch_from_hub(name, progress=shown, endpoint=hub_endpoint, hub_cache=hub_cache)
+        return _with_config(fetched, name)
     raise ModelError(
         f"no model {name!r}: there is no such folder, it is not a hub id (organisation/model), "
         f"and not an alias ({', '.join(ALIASES)})"
     )
+
+
+def _with_config(folder: Path, name: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{name} holds no config.json; a model has one beside its *.safetensors")
+    return folder
 
 
 def _fetch_alias(name: str, cache_dir: Path, shown: Progress) -> Path:
