@@ -14,6 +14,7 @@ from cache.state import CacheState, holding
 def check_state(state: CacheState) -> None:
     """Raises `CacheError` at the first thing that does not add up; about 50 ns a block."""
     _check_slots(state)
+    _check_tables(state)
     _check_ids(state)
     _check_holders(state)
     _check_published(state)
@@ -42,6 +43,17 @@ def _check_slots(state: CacheState) -> None:
         _require((published > 0).all(), f"slot {number}'s published blocks are known")
         parents = state.index.parent[blocks[: slot.published]]
         _require((parents[1:] == published[:-1]).all(), f"slot {number} holds its blocks' ancestors")
+
+
+def _check_tables(state: CacheState) -> None:
+    """What attention reads on the device is what the sequences hold (unless an upload is due)."""
+    if state.tables.outdated:
+        return
+    for number, slot in state.open_slots():
+        first = state.tables.rows(number)
+        sent = state.tables.device_table[first : first + slot.heads, : slot.blocks].numpy(force=True)
+        ids = state.store.ids[state.held(number, slot), : slot.heads]
+        _require((sent == ids.T).all(), f"slot {number}'s rows on the device are its blocks")
 
 
 def _check_ids(state: CacheState) -> None:
@@ -91,7 +103,7 @@ def _check_order(state: CacheState) -> None:
     index, store = state.index, state.store
     children = np.flatnonzero(index.parent * (index.serial > 0)).astype(np.int32)
     published = np.flatnonzero(index.serial).astype(np.int32)
-    order = published[np.argsort(index.serial[published])]
+    order = published[np.argsort(index.serial[published], kind="stable")]  # nearly sorted: linear
     serials = index.serial[order]
     _require((serials[1:] > serials[:-1]).all(), "a serial names one block")
     at = np.searchsorted(serials, index.parent[children])

@@ -9,6 +9,8 @@ import numpy as np
 from cache.arrays import Int32
 from cache.blocks import BlockAllocator
 
+_NOTHING = np.zeros(0, dtype=np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
@@ -41,12 +43,14 @@ class CopyPlan:
     def cancel(self, destinations: Int32) -> Int32:
         """Forgets the copies into blocks that are being freed; returns the sources they no longer pin."""
         if not self.sources:
-            return np.zeros(0, dtype=np.int32)
+            return _NOTHING
         dropped = [self.sources.pop(block) for block in destinations.tolist() if block in self.sources]
         return self._unpin(dropped)
 
     def take(self) -> tuple[BlockCopies, Int32]:
         """The plan in physical ids, and the sources it no longer pins; the plan is empty afterwards."""
+        if not self.sources:
+            return BlockCopies(_NOTHING, _NOTHING), _NOTHING
         sources = np.array(list(self.sources.values()), dtype=np.int32)
         destinations = np.array(list(self.sources), dtype=np.int32)
         self.sources.clear()

@@ -235,7 +235,8 @@ class CacheManager:
         Their sources are held until this call, so call it once planning is over.
         """
         copies, sources = self.state.copies.take()
-        release(self.state, sources)
+        if len(sources):
+            release(self.state, sources)
         return copies
 
     @property

@@ -41,6 +41,11 @@ class RowTables:
         """The first row of a slot."""
         return slot * self._max_heads
 
+    @property
+    def outdated(self) -> bool:
+        """Whether something has changed since the last upload."""
+        return bool(self._changed)
+
     def upload(self, store: BlockAllocator) -> int:
         """Sends what changed since the last upload; returns how many entries that was."""
         if not self._changed:
