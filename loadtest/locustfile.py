@@ -73,6 +73,8 @@ class StreamUser(FastHttpUser):
     connection_timeout = 10.0
 
     def on_start(self) -> None:
+        # Otherwise an error's connection is closed before its message can be read; `ask` judges the status.
+        self.client.client.valid_response_codes = frozenset(range(200, 600))
         options = self.environment.parsed_options
         self.model: str = options.model
         self.prompts = Prompts(options.seed, next(self.environment.samples.users))
@@ -103,7 +105,7 @@ class StreamUser(FastHttpUser):
                 response.success()
                 self.environment.samples.refused += 1
             else:
-                self._fail(response, f"HTTP {response.status_code}: {response.error}")
+                self._fail(response, _refusal(response))
         gevent.sleep(1.0)  # do not hammer a server that refuses
         return None
 
@@ -176,6 +178,17 @@ class CompletionUser(StreamUser):
     def complete(self) -> None:
         ask = self.prompts.completion()
         self.ask("/v1/completions", "completion", {"prompt": ask.text}, ask)
+
+
+def _refusal(response: Any) -> str:
+    """What the server or the network said instead of a stream."""
+    if response.status_code == 0:
+        return f"no answer: {response.error}"
+    try:
+        said = json.loads(response.stream.read())["error"]["message"]
+    except (ValueError, KeyError, TypeError, *FAILURE_EXCEPTIONS):
+        said = "no error message"
+    return f"HTTP {response.status_code}: {said}"
 
 
 def _lines(response: Any) -> Iterator[bytes]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,7 +17,9 @@ from statistics import median
 import pytest
 
 from loadtest.prompts import Prompts
+from loadtest.run import quantile
 from loadtest.stream import StreamError, read_stream
+from tests.support import checkpoints
 from tests.support.fake_sse import EVENTS, PACE, TOKENS_PER_EVENT, fake_sse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +101,13 @@ def test_a_broken_stream_is_a_failure(mode: str, says: str, tmp_path: Path) -> N
 
 
 @needs_locust
+def test_an_error_is_a_failure_that_says_what_the_server_said(tmp_path: Path) -> None:
+    run = locust("unknown", tmp_path)
+    assert list(run.failures) == ["HTTP 404: not now, not here"]
+    assert run.rows["POST", "chat"]["num_failures"] == sum(run.failures.values()) >= 1
+
+
+@needs_locust
 def test_a_refusal_is_counted_apart(tmp_path: Path) -> None:
     run = locust("busy", tmp_path)
     assert set(run.rows) == {("POST", "chat refused: 429")}
@@ -153,3 +165,77 @@ def test_a_seed_gives_the_same_prompts() -> None:
     asked = [first.chat() for _ in range(20)]
     assert asked == [again.chat() for _ in range(20)]
     assert asked != [other.chat() for _ in range(20)]
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model to serve whose context holds every prompt of the load test. Read only."""
+    folder = tmp_path_factory.mktemp("roomy")
+    checkpoints.make_checkpoint(folder, vocab=checkpoints.BPE_VOCAB, std=0.3, max_position_embeddings=8192)
+    return checkpoints.add_byte_bpe(folder)
+
+
+LISTENING = re.compile(r"against (http://127\.0\.0\.1:(\d+))")
+
+
+def run_command(model: Path | str, *more: str) -> list[str]:
+    serve = "--kv-memory 64MiB --dtype float32"
+    return [
+        sys.executable,
+        "-m",
+        "loadtest.run",
+        "--model",
+        str(model),
+        "--users",
+        "2",
+        "--serve",
+        serve,
+        *more,
+    ]
+
+
+def nobody_listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@needs_locust
+def test_make_load_reports_latency_and_cache_and_leaves_no_server(roomy: Path) -> None:
+    done = subprocess.run(
+        run_command(roomy, "--seconds", "3"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for row in ("first text (TTFT)", "between texts (ITL)", "whole stream", "output rate", "refused (429)"):
+        assert row in done.stdout
+    peak = re.search(r"peak live cache[^\d]*([\d.]+) MiB", done.stdout)
+    assert peak is not None
+    assert float(peak[1]) > 0
+    found = LISTENING.search(done.stdout)
+    assert found is not None
+    assert nobody_listens(int(found[2]))
+
+
+@needs_locust
+def test_a_load_that_is_ended_stops_its_server(roomy: Path) -> None:
+    command = run_command(roomy, "--seconds", "60")
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        found = next(match for line in running.stdout if (match := LISTENING.search(line)))
+        assert not nobody_listens(int(found[2]))
+        running.terminate()
+        assert running.wait(45) == 128 + signal.SIGTERM
+    assert nobody_listens(int(found[2]))
+
+
+@pytest.mark.parametrize(
+    ("values", "q", "expected"),
+    [([3.0, 1.0, 2.0], 0.5, 2.0), ([1.0], 0.99, 1.0), (list(range(1, 101)), 0.99, 99)],
+)
+def test_quantiles_are_values_that_were_measured(values: list[float], q: float, expected: float) -> None:
+    assert quantile(values, q) == expected

@@ -25,8 +25,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         mode = body["model"]
-        if mode == "busy":
-            self._refuse()
+        if mode in ("busy", "unknown"):
+            self._refuse(429 if mode == "busy" else 404)
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -53,10 +53,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
 
-    def _refuse(self) -> None:
-        data = b'{"error": {"message": "the queue is full", "code": "queue_full"}}'
-        self.send_response(429)
-        self.send_header("Retry-After", "1")
+    def _refuse(self, status: int) -> None:
+        data = b'{"error": {"message": "not now, not here"}}'
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
