@@ -39,6 +39,10 @@ class TemplateFailure(Exception):
     """The template did not give a text; the message is for the client."""
 
 
+class TemplateStopped(TemplateFailure):
+    """The template exceeded a limit, and the worker was ended for it."""
+
+
 class TemplateProcess:
     """One worker for one template; renderings queue up behind each other."""
 
@@ -48,6 +52,7 @@ class TemplateProcess:
         self._process: Process | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
+        self._broken: str | None = None  # why it does not compile; a second try would tell the same
 
     @property
     def pid(self) -> int | None:
@@ -73,6 +78,8 @@ class TemplateProcess:
             await self._end()
 
     async def _started(self) -> Process:
+        if self._broken is not None:
+            raise TemplateFailure(self._broken)
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # pipes belong to the loop that opened them
             self._drop()
@@ -95,8 +102,16 @@ class TemplateProcess:
             "memory_bytes": self._limits.memory_bytes,
             "output_chars": self._limits.output_chars,
         }
-        await self._ask(self._process, json.dumps(first).encode())
-        return self._process
+        process = self._process
+        try:
+            await self._ask(process, json.dumps(first).encode())
+        except TemplateStopped:
+            raise
+        except TemplateFailure as failure:
+            self._broken = str(failure)
+            await self._end()
+            raise
+        return process
 
     async def _ask(self, process: Process, body: bytes) -> str:
         """One message there and back; whatever goes wrong ends the worker."""
@@ -105,10 +120,10 @@ class TemplateProcess:
                 answer = await _exchange(process, body)
         except TimeoutError:
             await self._end()
-            raise TemplateFailure(self._too_long()) from None
+            raise TemplateStopped(self._too_long()) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._end()
-            raise TemplateFailure(self._too_long()) from None
+            raise TemplateStopped(self._too_long()) from None
         except BaseException:
             # A client that left: the answer would be read as the next one's.
             self._drop()

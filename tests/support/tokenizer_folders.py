@@ -31,7 +31,7 @@ def byte_level(
     added: tuple[Mapping[str, Any], ...] = (),
     **config: Any,
 ) -> Build:
-    """Byte-level BPE in tokenizer.json with the given parts changed, and `config` in tokenizer_config.json."""
+    """Byte-level BPE in tokenizer.json with the given parts changed; `config` goes to tokenizer_config.json."""
 
     def build(folder: Path) -> None:
         add_byte_bpe(folder)
