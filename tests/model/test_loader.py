@@ -1,4 +1,4 @@
-"""Weights as loaded against the files and transformers; every way a folder can be wrong is an error."""
+"""Weights as loaded, against the files and against transformers; memory and fingerprint."""
 
 from __future__ import annotations
 
