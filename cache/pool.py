@@ -80,7 +80,7 @@ def _allocate(layout: KVLayout, total: int, device: torch.device) -> Tensor:
             return torch.zeros(shape, dtype=layout.dtype, device=device)
         # Private, so that a child process forked later never writes into the parent's cache.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:  # torch: OutOfMemoryError
         raise CacheError(
             f"the KV pool needs {nbytes} bytes on {device} and could not get them ({error}); "
             "ask for a smaller pool"

@@ -15,7 +15,16 @@ from tests.support.cache_harness import Harness, make_manager
 ROOTS = ("a", "b")
 # Few tokens and a small block: prompts share prefixes, blocks get duplicates, the pool runs full.
 PROMPTS = [
-    [0] * 3, [0] * 4, [0] * 8, [0] * 9, [0, 0, 0, 1] * 3, [0] * 7 + [1], [1] * 5, [1, 0] * 6, [0] * 16, [0] * 13,
+    [0] * 3,
+    [0] * 4,
+    [0] * 8,
+    [0] * 9,
+    [0, 0, 0, 1] * 3,
+    [0] * 7 + [1],
+    [1] * 5,
+    [1, 0] * 6,
+    [0] * 16,
+    [0] * 13,
 ]
 
 
@@ -90,7 +99,7 @@ def drive(harness: Harness, operations: int, seed: int) -> None:
         if call == "run":
             harness.run()
         elif call == "open" or not slots:
-            if not harness.accounts or dice.random() < 0.5 and len(harness.accounts) < 12:
+            if not harness.accounts or (dice.random() < 0.5 and len(harness.accounts) < 12):
                 harness.account(dice.choice(["native", "mqa", "mha"]))
             account = dice.choice(sorted(harness.accounts))
             length = dice.randint(1, 20)
@@ -98,7 +107,9 @@ def drive(harness: Harness, operations: int, seed: int) -> None:
             harness.open(account, dice.choice(ROOTS), prompt)
         elif call == "extend":
             slot = dice.choice(slots)
-            harness.extend(slot, min(harness.open_[slot].computed + dice.randint(0, 8), 32), dice.randint(0, 1))
+            harness.extend(
+                slot, min(harness.open_[slot].computed + dice.randint(0, 8), 32), dice.randint(0, 1)
+            )
         elif call == "fork":
             slot = dice.choice(slots)
             parent = harness.open_[slot]

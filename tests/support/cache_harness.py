@@ -24,7 +24,12 @@ VARIANTS = (VariantSpec("native", 2), VariantSpec("mqa", 1), VariantSpec("mha", 
 
 
 def make_layout(
-    block_size: int = 4, *, layers: int = 2, kv_heads: int = 2, head_dim: int = 1, dtype: torch.dtype = torch.int64
+    block_size: int = 4,
+    *,
+    layers: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 1,
+    dtype: torch.dtype = torch.int64,
 ) -> KVLayout:
     group = LayerGroup(layers=tuple(range(layers)), kv_heads=kv_heads, head_dim=head_dim)
     return KVLayout((group,), block_size, dtype)
@@ -134,7 +139,9 @@ class Harness:
             self.model.fork(slot, child, num_tokens, account)
         tokens = parent.tokens[:num_tokens]
         chain = TokenChain(parent.root, self.model.block_size, tokens)
-        self.open_[child] = Driven(account, parent.variant, parent.root, chain, tokens, num_tokens, num_tokens)
+        self.open_[child] = Driven(
+            account, parent.variant, parent.root, chain, tokens, num_tokens, num_tokens
+        )
         self.verify()
         return child
 
