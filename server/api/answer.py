@@ -94,7 +94,7 @@ class Answer:
         return {"x-request-id": self._prepared.request_id}
 
     async def _collect(self, generation: Generation) -> dict[str, Any]:
-        texts = [[echo] if echo else [] for echo in self._echoes()]
+        texts: list[list[str]] = [[] for _ in range(self._prepared.num_choices)]
         reasons: dict[int, str] = {}
         usage: dict[str, Any] = {}
         async for item in generation:
@@ -118,7 +118,9 @@ class Answer:
             return _event({**base, "choices": [choice]})
 
         try:
-            yield b"".join(self._openings(chunk))
+            openings = [self._shape.opening(index) for index in range(self._prepared.num_choices)]
+            if news := b"".join(chunk(opening) for opening in openings if opening is not None):
+                yield news
             item = first
             while not isinstance(item, Done):
                 self._clock.tokens(item.index, len(item.tokens))
@@ -135,21 +137,6 @@ class Answer:
             yield _event(self._failure(error).body()) + _DONE
         finally:
             await generation.aclose()
-
-    def _openings(self, chunk: Callable[[dict[str, Any]], bytes]) -> list[bytes]:
-        """What comes before any generated text: the role of each choice, or the echoed prompt."""
-        opened: list[bytes] = []
-        for index, echo in enumerate(self._echoes()):
-            opening = self._shape.opening(index)
-            opened += [chunk(opening)] if opening is not None else []
-            opened += [chunk(self._shape.delta(index, echo, None))] if echo else []
-        return opened
-
-    def _echoes(self) -> list[str]:
-        """One text for each choice, empty without echo."""
-        prepared = self._prepared
-        texts = prepared.echo or ("",) * len(prepared.prompts)
-        return [text for text in texts for _ in range(prepared.n)]
 
     def _failure(self, error: Exception) -> ApiError:
         self._record("error")

@@ -40,6 +40,7 @@ def create_api(state: ApiState) -> ASGIApp:
     app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(RequestValidationError, _query)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _told)  # and the guard logs it
 
     def document() -> dict[str, object]:
         if app.openapi_schema is None:

@@ -95,7 +95,7 @@ async def _read(request: Request, settings: ApiSettings) -> bytes:
 def _check_tree(value: Any, surrogates: bool) -> None:
     """Refuse more than MAX_DEPTH levels, and halves of surrogate pairs, which no tokenizer can encode."""
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         children: list[Any] = []
         for container in level:
             items = container.values() if isinstance(container, dict) else container

@@ -26,6 +26,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token must not wait for an ACK
         for option, value in _PATIENCE.items():
             if hasattr(socket, option):  # Linux has all; connections inherit them
                 listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,155 @@
+"""What is no request at all: each broken body gets a 4xx in OpenAI's shape that does not repeat it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.api.body import MAX_DEPTH, parse_object
+from server.api.errors import ApiError
+from tests.support.api import serving
+
+GOOD = {"prompt": "a", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+BROKEN = {
+    "bad utf-8": b'{"prompt":"\xff\xfe"}',
+    "gbk": '{"prompt":"你好"}'.encode("gbk"),
+    "utf-16": json.dumps(GOOD).encode("utf-16"),
+    "bom": b"\xef\xbb\xbf" + json.dumps(GOOD).encode(),
+    "not json": b"{:",
+    "a list": b"[]",
+    "a number": b"5",
+    "null": b"null",
+    "empty": b"",
+    "blank": b" \n",
+    "trailing": b'{"prompt":"a"} x',
+    "two objects": b'{"prompt":"a"}{"prompt":"a"}',
+    "nan": b'{"prompt":"a","temperature":NaN}',
+    "infinity": b'{"prompt":"a","top_p":-Infinity}',
+    "1e999": b'{"prompt":"a","temperature":1e999}',
+    "nan in an ignored field": b'{"prompt":"a","foo":NaN}',
+    "nan in a refused field": b'{"prompt":"a","logit_bias":{"5":NaN}}',
+    "20k arrays": b'{"prompt":' + nested(20_000).encode() + b"}",
+    "900 in metadata": b'{"prompt":"a","metadata":' + nested(900).encode() + b"}",
+    "5000 digits": b'{"prompt":"a","seed":' + b"9" * 5000 + b"}",
+    "half a surrogate pair": b'{"prompt":"\\ud800"}',
+    "half a pair as a name": b'{"prompt":"a","x":{"\\udc00":1}}',
+}
+
+
+def check_error(reply: httpx.Response, status: int) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    body = reply.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert 0 < len(body["error"]["message"]) < 300
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_broken_bodies(words: Path, path: str) -> None:
+    async with serving(words) as api:
+        for name, body in BROKEN.items():
+            reply = await api.http.post(path, content=body, headers={"content-type": "application/json"})
+            error = check_error(reply, 400)
+            assert error["type"] == "invalid_request_error", name
+            assert "[[[" not in error["message"]
+            assert "999999" not in error["message"]
+        assert api.service.requests == []
+        assert (await api.http.post("/v1/completions", json=GOOD)).json()["choices"][0]["text"] == "ab"
+
+
+async def test_nul_is_text(words: Path) -> None:
+    async with serving(words) as api:
+        reply = await api.http.post("/v1/completions", json={**GOOD, "prompt": "a\0b", "echo": True})
+        assert reply.json()["choices"][0]["text"] == "a\0bab"
+
+
+def test_depth_is_counted_exactly() -> None:
+    parse_object(f'{{"x":{nested(MAX_DEPTH - 1)}}}'.encode())
+    with pytest.raises(ApiError, match="nested more than 64 deep"):
+        parse_object(f'{{"x":{nested(MAX_DEPTH)}}}'.encode())
+
+
+def test_wide_is_not_deep() -> None:
+    wide = {"prompt": [[1]] * 1000}
+    assert parse_object(json.dumps(wide).encode()) == wide
+
+
+def test_whole_surrogate_pairs_are_characters() -> None:
+    assert parse_object(b'{"prompt":"\\ud83e\\udd99"}') == {"prompt": "\N{LLAMA}"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": "application/jsonp"},
+        {"content-type": "application/json; charset=utf-16"},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ],
+)
+async def test_other_media_types(words: Path, headers: dict[str, str]) -> None:
+    async with serving(words) as api:
+        check_error(await api.http.post("/v1/completions", content=json.dumps(GOOD), headers=headers), 415)
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", 'Application/JSON;charset="UTF-8"'])
+async def test_json_by_any_name(words: Path, kind: str) -> None:
+    async with serving(words) as api:
+        reply = await api.http.post(
+            "/v1/completions", content=json.dumps(GOOD), headers={"content-type": kind}
+        )
+        assert reply.status_code == 200
+
+
+async def test_too_large_by_its_header(words: Path) -> None:
+    async with serving(words, max_body=1000) as api:
+        fits = json.dumps({**GOOD, "pad": ""})
+        fits = json.dumps({**GOOD, "pad": "x" * (1000 - len(fits))})
+        assert len(fits) == 1000
+        headers = {"content-type": "application/json"}
+        assert (await api.http.post("/v1/completions", content=fits, headers=headers)).status_code == 200
+        check_error(await api.http.post("/v1/completions", content=fits + " ", headers=headers), 413)
+
+
+async def test_too_large_in_chunks(words: Path) -> None:
+    sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 1
+            yield b" " * 1000
+
+    async with serving(words, max_body=5000) as api:
+        headers = {"content-type": "application/json"}
+        check_error(await api.http.post("/v1/completions", content=chunks(), headers=headers), 413)
+
+
+async def test_a_body_that_stops_coming(words: Path) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'{"prompt":'
+        await asyncio.sleep(0.6)
+        yield b'"a"}'
+
+    async with serving(words, body_seconds=0.2) as api:
+        headers = {"content-type": "application/json"}
+        check_error(await api.http.post("/v1/completions", content=chunks(), headers=headers), 408)
