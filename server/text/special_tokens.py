@@ -43,8 +43,8 @@ def read_special_tokens(
     pieces: tuple[AddedToken, ...] = (),
 ) -> SpecialTokens:
     """What `folder` declares; `config` is its tokenizer_config.json, `defaults` the roles that the
-    tokenizer's class fills by itself, `in_file` the added tokens of tokenizer.json by id, `pieces` what sentencepiece's file
-    marks as a token of its own (extra tokens, unless a JSON file lists some)."""
+    tokenizer's class fills by itself, `in_file` the added tokens of tokenizer.json by id, `pieces` what
+    sentencepiece's file marks as a token of its own (extra tokens, unless a JSON file lists some)."""
     roles: dict[str, Any] = {**defaults, **_roles(config)}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     if isinstance(extra, dict):

@@ -1,0 +1,121 @@
+"""Limits and types of everything a client may turn, and the words of the refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from server.text.asks import SamplingAsk
+from server.text.errors import RequestError
+from server.text.params import Terms, terms
+
+ROWS = 49_152
+EOS = frozenset({0, 2})
+
+
+def check(prompts: int = 1, salt: Any = None, **fields: Any) -> Terms:
+    return terms(SamplingAsk(**fields), salt, prompts=prompts, eos_ids=EOS, vocab_rows=ROWS)
+
+
+def test_the_defaults_are_openais() -> None:
+    found = check()
+    assert (found.n, found.stops, found.stop_ids, found.min_tokens, found.cache_salt) == (1, (), EOS, 0, "")
+    params = found.sampling
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert 0 <= params.seed < 2**64
+    assert len({check().sampling.seed for _ in range(8)}) == 8  # drawn anew for each request
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "want"),
+    [
+        ({"temperature": 0}, "temperature", 0.0),
+        ({"temperature": -0.0}, "temperature", 0.0),
+        ({"temperature": 5e-324}, "temperature", 5e-324),
+        ({"temperature": 2}, "temperature", 2.0),
+        ({"top_p": 1}, "top_p", 1.0),
+        ({"top_p": 1e-10}, "top_p", 1e-10),
+        ({"top_p": 0}, "temperature", 0.0),
+        ({"top_p": 0}, "top_p", 1.0),
+        ({"top_k": 0}, "top_k", 0),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 1}, "top_k", 1),
+        ({"top_k": ROWS}, "top_k", 0),
+        ({"top_k": 10**40}, "top_k", 0),
+        ({"min_p": 1}, "min_p", 1.0),
+        ({"seed": 7}, "seed", 7),
+        ({"seed": -1}, "seed", 2**64 - 1),
+        ({"seed": -(2**63)}, "seed", 2**63),
+        ({"seed": 2**64 - 1}, "seed", 2**64 - 1),
+    ],
+)
+def test_what_is_within_the_limits(fields: dict[str, Any], name: str, want: float) -> None:
+    assert getattr(check(**fields).sampling, name) == want
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"temperature": value} for value in (-1, 2.01, 1e9, math.nan, math.inf, "0.5", True, [1], 10**400)),
+        *({"top_p": value} for value in (-1, 1.5, math.nan, -math.inf, False, "1")),
+        *({"top_k": value} for value in (-2, 1.0, True, "5", -(10**5000))),
+        *({"min_p": value} for value in (-0.1, 1.1, math.nan)),
+        *({"seed": value} for value in (2**64, -(2**63) - 1, 1.5, "7", True, 10**5000)),
+        *({"n": value} for value in (0, -1, 129, 10**6, 1.0, True)),
+        *({"min_tokens": value} for value in (-1, 1.5, True)),
+        *({"ignore_eos": value} for value in (1, "true")),
+        *(
+            {"stop": value}
+            for value in ("", [""], ["x", ""], [1], 5, {}, [None], ["x"] * 17, "x" * 1025, "\ud800")
+        ),
+        *(
+            {"stop_token_ids": value}
+            for value in ([-1], [ROWS], [999_999], [1.0], [True], 5, "1", [1] * 1025)
+        ),
+    ],
+)
+def test_nonsense_is_refused_by_name_with_the_value(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        check(**fields)
+    ((name, _),) = fields.items()
+    error = caught.value
+    assert error.status == 400
+    assert error.param is not None and error.param.startswith(name)
+    assert error.message.startswith(error.param.split("[")[0]) and len(error.message) < 300
+
+
+def test_a_refusal_names_limit_and_value() -> None:
+    with pytest.raises(RequestError, match=r"^temperature: must be a number from 0 to 2, got 3\.$"):
+        check(temperature=3)
+    with pytest.raises(RequestError, match=r"^stop: at most 16 stop strings are allowed, got 100000\.$"):
+        check(stop=["a"] * 100_000)
+    with pytest.raises(RequestError, match=r"^seed: .*, got a number of more than 30 digits\.$"):
+        check(seed=10**5000)
+    with pytest.raises(RequestError, match=r"^top_p: .*, got 'x+'\.\.\. \(5000 characters\)\.$"):
+        check(top_p="x" * 5000)
+
+
+def test_choices_are_limited_over_all_prompts() -> None:
+    assert check(prompts=64, n=2).n == 2
+    with pytest.raises(RequestError, match=r"65 prompts times n=2 make 130 choices; the limit is 128"):
+        check(prompts=65, n=2)
+
+
+def test_stops() -> None:
+    assert check(stop=None).stops == check(stop=[]).stops == ()
+    assert check(stop="END").stops == ("END",)
+    assert check(stop=["a", "b"]).stops == ("a", "b")
+    assert check(stop="x" * 1024).stops == ("x" * 1024,)
+    assert check(stop_token_ids=[5, 0]).stop_ids == {0, 2, 5}
+    assert check(stop_token_ids=[ROWS - 1], ignore_eos=True).stop_ids == {ROWS - 1}
+    assert check(ignore_eos=True).stop_ids == frozenset()
+    assert check(ignore_eos=False).stop_ids == EOS
+
+
+def test_cache_salt() -> None:
+    assert check(salt="x" * 128).cache_salt == "x" * 128
+    for wrong in ("x" * 129, 5, "\udc00"):
+        with pytest.raises(RequestError, match="cache_salt"):
+            check(salt=wrong)
