@@ -14,8 +14,7 @@ import torch
 from cache.accounts import Peak
 from cache.layout import KVLayout, LayerGroup
 from cache.report import usage
-from model.fetch import ALIASES, resolve_model
-from model.progress import Progress
+from model.fetch import ALIASES
 from server import __version__
 from server.config import ModelOptions, ServeOptions
 from server.engine.build import EngineFacts, EngineOptions, VariantFacts, build_engine
@@ -47,14 +46,11 @@ class Loaded:
     created: int  # seconds since 1970
 
 
-def load(options: ModelOptions, progress: Progress, meanwhile: Callable[[], object] | None = None) -> Loaded:
-    """Find the model (fetching it if need be) and load it. Raises ModelError or ConfigError, one line each.
+def load(options: ModelOptions, folder: Path, meanwhile: Callable[[], object] | None = None) -> Loaded:
+    """Load the model in `folder`. Raises ModelError or ConfigError, one line each.
 
     `meanwhile` runs on another thread while the weights are read: imports, mostly.
     """
-    folder = resolve_model(
-        options.model, cache_dir=options.cache_dir, progress=progress, hub_endpoint=options.hub_endpoint
-    )
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with ThreadPoolExecutor(1, "words") as pool:

@@ -5,15 +5,19 @@ Nothing heavy is imported before it is known to be needed, so that `--help` answ
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from server import __version__
 from server.commands import flags
+
+if TYPE_CHECKING:
+    from server.app import Loaded
 
 _HELP = f"""\
 usage: headroom COMMAND [flags]
@@ -112,11 +116,11 @@ def _generate(words: Sequence[str], env: Mapping[str, str]) -> int:
     flags.add_sampling_flags(parser, temperature=0.0, max_tokens=128)
     flags.add_model_flags(parser)
     args = parser.parse_intermixed_args(words)
-    from model.fetch import default_cache_dir
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    loaded = _load(args, env)
     from server.commands.generate import generate
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    return generate(flags.model_options(args, env, default_cache_dir(env)), prompt, flags.sampling(args))
+    return generate(loaded, prompt, flags.sampling(args))
 
 
 def _chat(words: Sequence[str], env: Mapping[str, str]) -> int:
@@ -130,10 +134,10 @@ def _chat(words: Sequence[str], env: Mapping[str, str]) -> int:
     flags.add_sampling_flags(parser, temperature=0.7, max_tokens=None)
     flags.add_model_flags(parser)
     args = parser.parse_intermixed_args(words)
-    from model.fetch import default_cache_dir
+    loaded = _load(args, env)
     from server.commands.chat import chat
 
-    return chat(flags.model_options(args, env, default_cache_dir(env)), args.system, flags.sampling(args))
+    return chat(loaded, args.system, flags.sampling(args))
 
 
 def _fetch(words: Sequence[str], env: Mapping[str, str]) -> int:
@@ -154,6 +158,13 @@ def _fetch(words: Sequence[str], env: Mapping[str, str]) -> int:
         )
     print(folder)
     return 0
+
+
+def _load(args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:
+    from model.fetch import default_cache_dir
+    from server.commands.loading import load_model
+
+    return load_model(flags.model_options(args, env, default_cache_dir(env)))
 
 
 if __name__ == "__main__":

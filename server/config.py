@@ -73,7 +73,7 @@ def parse_size(text: str) -> int:
 
     K, M, G, T are powers of 1000 and Ki, Mi, Gi, Ti powers of 1024 (IEC 80000-13); the B is optional.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text.upper())
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?B?\s*", text.upper())
     if match is None:
         raise ValueError(f"{text!r} is not a size; write it like 2GiB, 512MB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2] or ""])

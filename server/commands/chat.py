@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 
+from server.app import Loaded
 from server.commands.session import Reply, Session
-from server.config import ModelOptions, SamplingChoice
+from server.config import SamplingChoice
 from server.text.errors import GenerationError, RequestError
 
 _HELP = """\
@@ -16,9 +17,9 @@ Write, and the model answers. Ctrl-C stops an answer, Ctrl-D quits.
   /quit    leave"""
 
 
-def chat(options: ModelOptions, system: str | None, choice: SamplingChoice) -> int:
+def chat(loaded: Loaded, system: str | None, choice: SamplingChoice) -> int:
     """Talk until /quit or the end of input."""
-    with Session.load(options) as session:
+    with Session(loaded) as session:
         talk = _Talk(session, system, choice)
         if talk.at_terminal:
             print(f"{session.name} listens. /help lists what you can type, Ctrl-D quits.")

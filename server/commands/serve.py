@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from server.commands.ending import Ending
 from server.commands.listener import bind, is_local, listen, url
-from server.commands.progress import progress
+from server.commands.loading import load_model
 from server.config import ServeOptions
 
 if TYPE_CHECKING:
@@ -33,11 +33,7 @@ def serve(options: ServeOptions) -> int:
         stream=sys.stderr,
     )
     with contextlib.closing(bind(options.host, options.port)) as listener:
-        from server.app import load  # after the port: a taken one should not cost the import of torch
-
-        with progress() as shown:
-            loaded = load(options.model, shown, meanwhile=_import_http)
-
+        loaded = load_model(options.model, meanwhile=_import_http)
         from server.commands.start_table import print_start_table
 
         print_start_table(loaded.name, loaded.facts, _warnings(options))

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from server.app import Loaded, kv_usage
-from server.commands.progress import progress
-from server.config import ModelOptions, SamplingChoice, format_bytes
+from server.config import SamplingChoice, format_bytes
 from server.engine.request import FinishReason
 from server.engine.service import EngineService
 from server.text.asks import ChatAsk, CompletionAsk, SamplingAsk
@@ -41,14 +40,6 @@ class Session:
         self._runner = asyncio.Runner()
         self._preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat)
         self._service = EngineService(loaded.engine)
-
-    @classmethod
-    def load(cls, options: ModelOptions) -> Session:
-        """Raises ModelError or ConfigError."""
-        from server.app import load
-
-        with progress() as shown:
-            return cls(load(options, shown))
 
     def __enter__(self) -> Session:
         self._runner.run(self._start())

@@ -1,0 +1,62 @@
+"""Sizes in and out."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import server
+from server.config import format_bytes, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0", 0),
+        ("123", 123),
+        ("1B", 1),
+        ("2GiB", 2 * 2**30),
+        ("2gib", 2 * 2**30),
+        ("2Gi", 2 * 2**30),
+        ("512MB", 512 * 10**6),
+        ("512m", 512 * 10**6),
+        ("1.5 KiB", 1536),
+        (" 1T ", 10**12),
+        ("0.5k", 500),
+    ],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e9", "2 GB x", "2GiBB", "1.2.3", "٣", "1PB", "0x10", "nan", "1_000"]
+)
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size; write it like 2GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (23040, "22.5 KiB"),
+        (1023 * 1024, "1.00 MiB"),
+        (2 * 2**30, "2.00 GiB"),
+        (269_000_000, "257 MiB"),
+        (999 * 2**20, "999 MiB"),
+        (5000 * 2**40, "5000 TiB"),
+    ],
+)
+def test_sizes_for_people(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_the_version_is_the_projects() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["version"] == server.__version__

@@ -1,0 +1,203 @@
+"""What the command line accepts, what it says of itself, and how it refuses: one line, at once."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import server
+from server import cli
+from server.commands import flags
+from server.config import ServeOptions
+from tests.support.command import ROOT, check_one_line, headroom
+
+
+def test_help() -> None:
+    for words in ((), ("--help",), ("-h",), ("help",)):
+        done = headroom(*words)
+        assert done.returncode == 0
+        for command in ("serve", "generate", "chat", "fetch"):
+            assert f"\n  {command} [MODEL]" in done.stdout
+    assert headroom("--version").stdout == f"headroom {server.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "fetch"])
+def test_help_of_a_command(command: str) -> None:
+    done = headroom(command, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"usage: headroom {command} ")
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from server.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'fastapi', 'pydantic', 'rich', 'asyncio'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    best = min(timed(headroom, "--help") for _ in range(3))
+    assert best < 0.3, f"--help took {best:.2f} s"
+
+
+def timed(call: object, *words: str) -> float:
+    begin = time.perf_counter()
+    call(*words)  # type: ignore[operator]
+    return time.perf_counter() - begin
+
+
+def test_every_flag_says_its_default_and_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = flags.Parser("serve", "", "")
+    flags.add_model_flags(parser)
+    flags.add_serve_flags(parser)
+    options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    assert len(options) <= 32
+    for action in options:
+        says = (action.help or "").replace("%(default)s", str(action.default))
+        assert "default" in says or isinstance(action, argparse._StoreTrueAction), action.option_strings
+        assert (
+            action.metavar
+            or action.choices
+            or isinstance(action, argparse._StoreTrueAction)
+            or action.dest == "host"
+        )
+
+
+def served(monkeypatch: pytest.MonkeyPatch, *words: str, **env: str) -> ServeOptions:
+    """The options that `serve` would start with."""
+    caught: list[ServeOptions] = []
+    monkeypatch.setattr("server.commands.serve.serve", lambda options: caught.append(options) or 0)
+    for name in ("HEADROOM_API_KEY", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["serve", *words]) == 0
+    return caught[0]
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = served(monkeypatch, XDG_CACHE_HOME="/some/where")
+    assert options == ServeOptions(model=options.model)
+    assert options.model.model == "smollm2-135m"
+    assert options.model.cache_dir == Path("/some/where/headroom")
+    assert options.model.kv_memory is None
+
+
+def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (
+        "--device cpu --dtype float32 --kv-memory 1.5GiB --block-size 8 --max-model-len 100 --max-num-seqs 3"
+    )
+    words += (
+        " a/folder --max-batch-tokens 64 --no-prefix-cache --threads 2 --served-model-name m --host 0.0.0.0"
+    )
+    words += (
+        " --port 0 --api-key k1 --api-key k2 --allowed-hosts a,b, --cors-origins https://x --max-queued 5"
+    )
+    words += " --grace 1.5 --log-level debug"
+    options = served(monkeypatch, *words.split(), HEADROOM_API_KEY="k3", HF_ENDPOINT="http://hub")
+    model = options.model
+    assert (model.model, model.device, model.dtype, model.kv_memory) == (
+        "a/folder",
+        "cpu",
+        "float32",
+        3 * 2**29,
+    )
+    assert (model.block_size, model.max_model_len, model.max_num_seqs, model.max_batch_tokens) == (
+        8,
+        100,
+        3,
+        64,
+    )
+    assert (model.prefix_cache, model.threads, model.served_name, model.hub_endpoint) == (
+        False,
+        2,
+        "m",
+        "http://hub",
+    )
+    assert (options.host, options.port, options.api_keys) == ("0.0.0.0", 0, ("k1", "k2", "k3"))
+    assert (options.allowed_hosts, options.cors_origins) == (("a", "b"), ("https://x",))
+    assert (options.max_queued, options.grace, options.log_level) == (5, 1.5, "debug")
+    assert "k1" not in repr(options)
+
+
+def test_one_or_two_words_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught: list[tuple[str, str]] = []
+    monkeypatch.setattr("server.commands.loading.load_model", lambda options: options.model)
+    monkeypatch.setattr(
+        "server.commands.generate.generate", lambda model, prompt, choice: caught.append((model, prompt)) or 0
+    )
+    for words in (["hi"], ["m", "hi"], ["m", "--seed", "3", "hi"], ["--top-k", "3", "m", "hi"]):
+        assert cli.main(["generate", *words]) == 0
+    assert caught == [("smollm2-135m", "hi"), ("m", "hi"), ("m", "hi"), ("m", "hi")]
+
+
+BAD_WORDS = [
+    (["serv"], "no command 'serv'"),
+    (["serve", "a", "b"], "unrecognized arguments: b"),
+    (["serve", "--prot", "1"], "--prot"),
+    (["serve", "--port", "70000"], "'70000' is not a whole number from 0 to 65535"),
+    (["serve", "--port", "8e3"], "not a whole number"),
+    (["serve", "--kv-memory", "lots"], "'lots' is not a size; write it like 2GiB"),
+    (["serve", "--kv-fraction", "1.5"], "not a number above 0 and at most 1"),
+    (["serve", "--kv-fraction", "0"], "not a number above 0"),
+    (["serve", "--kv-fraction", "nan"], "not a number"),
+    (["serve", "--kv-fraction", "0.5", "--kv-memory", "1GiB"], "not allowed with"),
+    (["serve", "--block-size", "0"], "at least 1"),
+    (["serve", "--device", "tpu"], "'tpu'"),
+    (["serve", "--grace", "-1"], "--grace"),
+    (["serve", "--api-key", " "], "--api-key"),
+    (["serve", "--served-model-name", "a\nb"], "printable"),
+    (["generate"], "PROMPT"),
+    (["generate", "m", "p", "x"], "unrecognized"),
+    (["chat", "--temperature", "hot"], "'hot'"),
+    (["fetch", "a", "b"], "unrecognized"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), BAD_WORDS)
+def test_bad_words_are_one_line(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(words)
+    except SystemExit as leaving:
+        code = int(str(leaving.code))
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert part in said.err
+
+
+def test_a_taken_port_is_found_before_the_model() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = headroom("serve", "/nowhere/at/all", "--port", str(port))
+        check_one_line(done, f"port {port} of 127.0.0.1 is taken", "--port")
+
+
+def test_addresses_that_are_not_ours() -> None:
+    check_one_line(
+        headroom("serve", "--host", "203.0.113.7", "--port", "0"), "--host 203.0.113.7 is not an address"
+    )
+    check_one_line(
+        headroom("serve", "--host", "no.such.host.invalid"), "--host no.such.host.invalid is not known"
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "fetch", "chat", "generate"])
+def test_no_such_model(command: str, tmp_path: Path) -> None:
+    words = ["a prompt"] if command == "generate" else []
+    serve = ["--port", "0"] if command == "serve" else []
+    check_one_line(headroom(command, str(tmp_path / "missing"), *words, *serve), "no model", "missing")
+    (tmp_path / "empty").mkdir()
+    check_one_line(headroom(command, str(tmp_path / "empty"), *words, *serve), "config.json")
