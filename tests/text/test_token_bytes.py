@@ -63,7 +63,7 @@ def test_bytes_that_the_vocabulary_lacks_do_not_count(tmp_path: Path) -> None:
 
 
 def test_composing_shrinks_utf8_by_at_most_four() -> None:
-    """Over all characters: the longest spelling (each part by its longest equivalent) against the composed."""
+    """Over all characters: the longest spelling, each part by its longest equivalent, against the composed."""
     composed = [char for char in map(chr, range(sys.maxunicode + 1)) if unicodedata.decomposition(char)]
     parts = {char: unicodedata.normalize("NFD", char) for char in [*composed, "\uac01"]}  # a Hangul syllable
     longest: dict[str, int] = {}
