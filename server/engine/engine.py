@@ -1,4 +1,4 @@
-"""Steps 4 to 8 of a request's trip: plan, run, commit. It has no thread; whoever calls `step` lends it one."""
+"""Steps 4 to 8 of a request's trip: plan, run, commit. It has no thread: whoever calls `step` lends one."""
 
 from __future__ import annotations
 
@@ -175,17 +175,18 @@ class Engine:
         return self._manager.table_rows(sequence.slot).start
 
     def _commit(self, plan: Plan, outcomes: list[Outcome], events: list[TokenEvent]) -> None:
+        """Books what was written for everybody first, so that no peak depends on who comes first."""
         for entry, outcome in zip(plan.entries, outcomes, strict=True):
             sequence = entry.sequence
+            if not isinstance(outcome, Exception) and sequence.slot is not None:
+                sequence.computed = entry.start + entry.count
+                self._manager.advance(sequence.slot, sequence.computed, sequence.chain)
+                self._counters.batched_tokens += entry.count
+        for entry, outcome in zip(plan.entries, outcomes, strict=True):
             if isinstance(outcome, Exception):
-                self._end(sequence, FinishReason.ERROR, events, _complaint(outcome))
-                continue
-            assert sequence.slot is not None
-            sequence.computed = entry.start + entry.count
-            self._manager.advance(sequence.slot, sequence.computed, sequence.chain)
-            self._counters.batched_tokens += entry.count
-            if outcome is not None:
-                self._take(sequence, outcome, events)
+                self._end(entry.sequence, FinishReason.ERROR, events, _complaint(outcome))
+            elif outcome is not None:
+                self._take(entry.sequence, outcome, events)
 
     def _take(self, sequence: Sequence, token: int, events: list[TokenEvent]) -> None:
         """A drawn token: the sequence grows or ends."""
