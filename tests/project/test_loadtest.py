@@ -58,7 +58,9 @@ def locust(model: str, folder: Path, users: str = "ChatUser", seconds: int = 2) 
 
 @needs_locust
 @pytest.mark.parametrize(
-    ("users", "name"), [("ChatUser", "chat"), ("CompletionUser", "completion")], ids=["chat", "completion"]
+    ("users", "name"),
+    [("ChatUser", "chat"), pytest.param("CompletionUser", "completion", marks=pytest.mark.slow)],
+    ids=["chat", "completion"],
 )
 def test_times_are_those_of_the_stream(users: str, name: str, tmp_path: Path) -> None:
     run = locust("steady", tmp_path, users=users, seconds=3)
@@ -220,6 +222,7 @@ def test_make_load_reports_latency_and_cache_and_leaves_no_server(roomy: Path) -
     assert nobody_listens(int(found[2]))
 
 
+@pytest.mark.slow
 @needs_locust
 def test_a_load_that_is_ended_stops_its_server(roomy: Path) -> None:
     command = run_command(roomy, "--seconds", "60")
