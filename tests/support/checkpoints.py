@@ -81,8 +81,8 @@ def make_checkpoint(
 ) -> Path:
     """Write a random checkpoint of `family` (llama, mistral, qwen2, qwen3) to `folder` and return it.
 
-    `kv_heads` None leaves the key null (MHA). `rope` is a name of ROPE_KINDS or the parameters themselves;
-    `old_rope_keys` writes them as `rope_theta` / `rope_scaling`, as checkpoints before transformers 5 do.
+    `kv_heads` None is MHA, spelled null where the family allows it. `rope` is a name of ROPE_KINDS or the
+    parameters themselves; `old_rope_keys` writes them as `rope_theta` / `rope_scaling`, as checkpoints before transformers 5 do.
     `window` switches sliding windows on (tokens). `shards` splits the tensors over several files with an
     index. `config` goes to the transformers config as it is. Norms and biases are random too, so that a
     loader that drops one is caught. Weights are N(0, std), the same for the same seed.
@@ -97,7 +97,7 @@ def make_checkpoint(
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": heads if kv_heads is None else kv_heads,
         "max_position_embeddings": 512,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
@@ -117,7 +117,7 @@ def make_checkpoint(
     size = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     model.to(dtype).save_pretrained(folder, max_shard_size=max(size // 3, 1024) if shards else "50GB")
     (folder / "generation_config.json").unlink(missing_ok=True)
-    if kv_heads is None:
+    if kv_heads is None and family != "mistral":
         edit_config(folder, {"num_key_value_heads": None})  # transformers would spell it out
     if old_rope_keys:
         _write_old_rope_keys(folder)
