@@ -177,5 +177,6 @@ def test_float16_runs(tiny: Tiny) -> None:
     decoder = load_decoder(folder, torch.float16)
     ids = some_ids(20)
     ours = run_alone(decoder, ids, native_heads(decoder), 8)
+    assert ours.dtype == torch.float32
     exact = load_reference(folder).logits(ids)
     assert float((ours - exact).abs().max()) < 0.02 * float(exact.abs().max())

@@ -51,9 +51,9 @@ class CountingHeads(NativeHeads):
         return o_proj(attended)
 
 
-def own_output(decoder: Decoder) -> OwnOutput:
+def own_output(decoder: Decoder, seed: int = 5) -> OwnOutput:
     config = decoder.config
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     shape = (config.hidden_size, config.num_heads * config.head_dim)
     return OwnOutput(torch.randn(shape, generator=generator) * 0.1)
 
@@ -71,25 +71,25 @@ def test_repeated_heads_give_the_checkpoint_s_logits(
 
 
 def test_maps_side_by_side_equal_each_alone(tiny: Tiny) -> None:
-    """One forward holds native, repeated and own-output sequences, prefilling and decoding."""
+    """One forward holds native, repeated and two kinds of own-output sequences, prefilling and decoding."""
     folder = tiny(family="qwen3", kv_heads=2, window=16)
     decoder, reference = load_decoder(folder), load_reference(folder)
-    maps: list[HeadMap] = [NativeHeads(2), RepeatHeads(4), own_output(decoder)]
-    texts = [some_ids(30, seed) for seed in range(6)]
-    alone = [run_alone(decoder, text, maps[index % 3]) for index, text in enumerate(texts)]
+    maps: list[HeadMap] = [NativeHeads(2), RepeatHeads(4), own_output(decoder), own_output(decoder, 6)]
+    texts = [some_ids(30, seed) for seed in range(8)]
+    alone = [run_alone(decoder, text, maps[index % 4]) for index, text in enumerate(texts)]
     for index, text in enumerate(texts):
-        if index % 3 != 2:
+        if index % 4 < 2:
             assert_same_logits(alone[index], reference.logits(text))
     assert not torch.allclose(alone[2], reference.logits(texts[2]), atol=0.1)  # the toy map does something
 
     rig = new_rig(decoder)
-    sequences = [rig.open(maps[index % 3].kv_heads) for index in range(6)]
-    done = [0] * 6
+    sequences = [rig.open(maps[index % 4].kv_heads) for index in range(8)]
+    done = [0] * 8
     for step in range(4):
         # By map, as the engine does, then in an order that makes each sequence a segment of its own.
-        order = [0, 3, 1, 4, 2, 5] if step % 2 else [5, 0, 1, 2, 3, 4]
-        counts = [1 if (step and index < 3) else 8 for index in range(6)]
-        work = [(sequences[i], texts[i][done[i] : done[i] + counts[i]], maps[i % 3]) for i in order]
+        order = [0, 4, 1, 5, 2, 6, 3, 7] if step % 2 else [7, 0, 1, 2, 3, 4, 5, 6]
+        counts = [1 if (step and index < 4) else 8 for index in range(8)]
+        work = [(sequences[i], texts[i][done[i] : done[i] + counts[i]], maps[i % 4]) for i in order]
         for i, ours in zip(order, run_step(decoder, rig, work), strict=True):
             assert_same_logits(ours, alone[i][done[i] : done[i] + counts[i]], f"sequence {i}, step {step}")
             done[i] += counts[i]
