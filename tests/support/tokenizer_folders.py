@@ -31,7 +31,7 @@ def byte_level(
     added: tuple[Mapping[str, Any], ...] = (),
     **config: Any,
 ) -> Build:
-    """Byte-level BPE in tokenizer.json with the given parts changed; `config` goes to tokenizer_config.json."""
+    """Byte-level BPE in tokenizer.json, the given parts changed; `config` goes to tokenizer_config.json."""
 
     def build(folder: Path) -> None:
         add_byte_bpe(folder)
@@ -198,6 +198,16 @@ FOLDERS: Mapping[str, Build] = {
     "sp-plain-normalised": sentencepiece_file(
         tokenizer_class=None,
         trainer={"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+    ),
+    "sp-plain-older-files": also(
+        sentencepiece_file(
+            tokenizer_class=None,
+            trainer={"normalization_rule_name": "nmt_nfkc", "add_dummy_prefix": False},
+        ),
+        writing(
+            "added_tokens.json", {"ﬁn": 400, "ﬁnal": 401}
+        ),  # matched after the text is normalised, or not
+        writing("special_tokens_map.json", {"pad_token": "ﬁnal"}),
     ),
     "sp-plain-no-dummy": sentencepiece_file(tokenizer_class=None, trainer={"add_dummy_prefix": False}),
     "sp-plain-unigram": sentencepiece_file(

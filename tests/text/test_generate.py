@@ -190,7 +190,7 @@ async def test_stops_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
 
 async def test_a_stop_inside_a_run_of_byte_tokens(sp: Tokenizer) -> None:
     ids = [*(byte + 3 for byte in "🦙€".encode()), *sp.encode("rain")[1:]]
-    deltas, done = await play(script(ids), prepared(stops=["€"]), sp)
+    deltas, _ = await play(script(ids), prepared(stops=["€"]), sp)
     assert text(deltas) == "🦙" and deltas[-1].finish_reason is STOP
     deltas, _ = await play(script(ids[:7]), prepared(stops=["€"]), sp)  # the run ends with the answer
     assert text(deltas) == "🦙" and deltas[-1].finish_reason is STOP

@@ -62,8 +62,22 @@ def test_bytes_that_the_vocabulary_lacks_do_not_count(tmp_path: Path) -> None:
     assert 0 < tokenizer.min_tokens(b"\x04x" * 500) <= 500
 
 
+def test_composing_is_allowed_for(tmp_path: Path) -> None:
+    FOLDERS["bytes-qwen2"](tmp_path)
+    path = tmp_path / "tokenizer.json"
+    parts = json.loads(path.read_text(encoding="utf-8"))
+    for size in (1, 2, 4, 8, 16):
+        parts["model"]["vocab"]["K" * 2 * size] = 400 + size
+        parts["model"]["merges"].append(["K" * size, "K" * size])
+    path.write_text(json.dumps(parts), encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    kelvin = "\u212a" * 32  # Kelvin signs: 96 bytes that become 32 Ks, one token
+    assert tokenizer.encode(kelvin) == [416]
+    assert tokenizer.min_tokens(kelvin.encode()) == 1
+
+
 def test_composing_shrinks_utf8_by_at_most_four() -> None:
-    """Over all characters: the longest spelling, each part by its longest equivalent, against the composed."""
+    """Over all characters: the longest spelling, each part by its longest equivalent, against that."""
     composed = [char for char in map(chr, range(sys.maxunicode + 1)) if unicodedata.decomposition(char)]
     parts = {char: unicodedata.normalize("NFD", char) for char in [*composed, "\uac01"]}  # a Hangul syllable
     longest: dict[str, int] = {}

@@ -31,6 +31,7 @@ TEXTS = (
     "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n",
     "<tool> naïve WORD SWORD harbour<sep>  <later><pad> x <late>12345 [PAD]<ctl> <x><cls><image><boi>",
     "The old clockmaker carries seven small lanterns before the rain.\n\n 1234",
+    "fin ﬁn final ﬁnal",
     "nul\x00 and \x7f \x04",
 )
 
