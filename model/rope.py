@@ -166,22 +166,21 @@ class Rope:
     """Rotates queries and keys by their positions, in fp32, from tables of cos and sin."""
 
     def __init__(self, config: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> None:
-        """Tables for positions `[0, max_position)`: two of `[max_position, head_dim]` fp32."""
+        """Tables for positions `[0, max_position)`: two of `[max_position, head_dim / 2]` fp32."""
         frequencies = inverse_frequencies(config, head_dim, device)
         positions = torch.arange(max_position, device=device, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)
-        cos = angles.cos() * config.attention_factor
-        sin = angles.sin() * config.attention_factor
-        self._cos = torch.cat((cos, cos), dim=-1)
-        # The sign belongs to the rotation's first half; with it in the table one multiply-add does both.
-        self._sin = torch.cat((-sin, sin), dim=-1)
+        self._cos = angles.cos() * config.attention_factor
+        self._sin = angles.sin() * config.attention_factor
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin of `positions` `[T]` int64, each `[T, D]` fp32: pair i is columns i, i + D/2.
 
-        The rotation is `x * cos + swap(x) * sin`, where swap exchanges the halves of a head.
+        The rotation is `x * cos + swap(x) * sin`, where swap exchanges the halves of a head; the sign
+        belongs to the first half, so that one multiply-add does both.
         """
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def apply(self, x: Tensor, positions: Tensor) -> Tensor:
         """x `[T, H, D]`, positions `[T]` int64 -> `[T, H, D]` in x's dtype."""
