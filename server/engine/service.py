@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 from cache.report import BlockPage, CacheReport
 from server.engine.engine import Engine
-from server.engine.errors import Draining, EngineDead, QueueFull
+from server.engine.errors import ConfigError, Draining, EngineDead, QueueFull
 from server.engine.inbox import Abort, Ask, Command, Inbox, Stop, Submit, refuse_asks, take
 from server.engine.pace import Pace
 from server.engine.request import FinishReason, KVPeak, Request, TokenEvent
@@ -47,7 +47,9 @@ class EngineService:
     """Runs one `Engine` on one thread and hands its events to one event loop, once per step."""
 
     def __init__(self, engine: Engine, *, max_queued: int = 256) -> None:
-        """`max_queued`: requests that may wait, beside those that run."""
+        """`max_queued`: requests that may wait for their first step, beside those that run (ConfigError)."""
+        if max_queued < 1:
+            raise ConfigError(f"--max-queued {max_queued}: must be at least 1, or nothing can be submitted")
         self._engine = engine
         self._max_queued = max_queued
         self._inbox = Inbox()

@@ -44,7 +44,13 @@ def test_abort_in_every_state(small: Path, oracle: Oracle, steps: int) -> None:
     events = engine.step()
     aborted = [(event.request_id, event.index) for event in events if event.finish is FinishReason.ABORT]
     assert sorted(aborted) == sorted(
-        [(requests[0].id, 0), (requests[0].id, 1), (requests[0].id, 2), (requests[1].id, 0), (requests[2].id, 0)]
+        [
+            (requests[0].id, 0),
+            (requests[0].id, 1),
+            (requests[0].id, 2),
+            (requests[1].id, 0),
+            (requests[2].id, 0),
+        ]
     )
     assert all(event.token is None for event in events if event.finish is FinishReason.ABORT)
     ids = [event.token for event in events if event.request_id == survivor.id]

@@ -94,7 +94,7 @@ def test_more_choices_than_places(small: Path, oracle: Oracle) -> None:
 
 
 def test_several_prompts_in_one_request(small: Path, oracle: Oracle) -> None:
-    """Choice i is copy i % n of prompt i // n, and a prompt's answers are those it gets when sent by itself."""
+    """Choice i is copy i % n of prompt i // n; a prompt's answers are those it gets when sent by itself."""
     prompts = (prompt_of(20, 44), prompt_of(33, 45), prompt_of(20, 44))
     base = greedy_request(prompts[0], 8, n=2, sampling=SEEDED)
     request = dataclasses.replace(base, id="several", prompts=prompts)

@@ -78,7 +78,7 @@ def test_one_request_that_always_fails(small: Path, oracle: Oracle, after: int) 
 
 
 def test_a_bad_request_alone_does_not_end_the_engine(small: Path, oracle: Oracle) -> None:
-    """Again and again, as a client that retries would: one token of nobody's shows that the engine is well."""
+    """Again and again, as by a client that retries: one token of nobody's shows that the engine is well."""
     engine = checked(fp32_engine(small)[0])
     on_batches(engine, raises_when(is_bad))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A request's ids are the same alone, in a crowd, in chunks, after a hit or a preemption: transformers' ids."""
+"""A request's ids are transformers' ids: alone, in a crowd, in chunks, after a hit or a preemption."""
 
 from __future__ import annotations
 

@@ -1,0 +1,112 @@
+"""Every tensor that the model, the cache and the engine make has an explicit device and dtype.
+
+A normal run on the CPU under a mode that sees each call of a factory function; one that leaves its device or
+dtype to a default fails, so the same code runs on any device without touching a global.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from model.heads import NativeHeads, RepeatHeads, Variant
+from server.engine.request import SamplingParams
+from tests.support.driving import fp32_engine, greedy_request, run
+from tests.support.engines import prompt_of
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = tuple(str(ROOT / room) for room in ("model", "cache", "server/engine"))
+FACTORIES: dict[Callable[..., Any], str] = {
+    getattr(torch, name): name
+    for name in (
+        "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
+        "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+    )
+}  # fmt: skip
+
+
+class ExplicitFactories(TorchFunctionMode):
+    """Collects factory calls from our rooms that name no device or no dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.faults: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTORIES:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and not frame.f_code.co_filename.startswith(str(ROOT)):
+                frame = frame.f_back
+            file = frame.f_code.co_filename
+            if file.startswith(ROOMS):
+                self.seen += 1
+                missing = {"device", "dtype"} - {key for key, value in kwargs.items() if value is not None}
+                if missing:
+                    self.faults.append(
+                        f"{file}:{frame.f_lineno}: torch.{FACTORIES[func]} without {sorted(missing)}"
+                    )
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        {"family": "llama", "rope": "llama3"},
+        {"family": "qwen3", "rope": "yarn"},
+        {"family": "qwen2", "rope": "dynamic"},
+        {"family": "mistral", "rope": "linear", "window": 24},
+    ],
+    ids=lambda checkpoint: str(checkpoint["family"]),
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_normal_run_names_device_and_dtype(
+    tiny: Callable[..., Path], checkpoint: dict[str, Any], dtype: str
+) -> None:
+    folder = tiny(**checkpoint)
+    with ExplicitFactories() as watched:
+        variants = (Variant("native", NativeHeads(2)), Variant("mha", RepeatHeads(4)))
+        engine = fp32_engine(
+            folder, dtype=dtype, variants=variants, kv_memory=1 << 18, max_batch_tokens=32, max_num_seqs=8
+        )[0]
+        requests = [
+            greedy_request([i % 120 for i in prompt_of(20 + 5 * i)], 25, n=1 + i % 2,
+                           variant=("native", "mha")[i % 2], stop_ids=(2,), min_tokens=5,
+                           sampling=SamplingParams(i / 4, top_k=5 * (i % 3), top_p=0.9, seed=i))
+            for i in range(6)
+        ]  # fmt: skip
+        run(engine, requests)
+        run(engine, requests[:1])  # a prefix hit
+        engine._runner.try_out(engine._shape)
+        engine.report(check=True)
+        engine.blocks(0, 100)
+    assert watched.faults == []
+    assert watched.seen > 0
+
+
+def test_the_mode_sees_what_it_should() -> None:
+    """A made-up file of the model room that leaves dtype or device out, or gives both."""
+    lines = (
+        "import torch",
+        "torch.zeros(2)",
+        "torch.ones(2, dtype=d)",
+        "torch.arange(3, dtype=d, device=v)",
+    )
+    source = "\n".join(lines)
+    code = compile(source, str(ROOT / "model" / "made_up.py"), "exec")
+    with ExplicitFactories() as watched:
+        exec(code, {"d": torch.int64, "v": torch.device("cpu")})
+    assert watched.seen == 3
+    assert [fault.partition("made_up.py")[2] for fault in watched.faults] == [
+        ":2: torch.zeros without ['device', 'dtype']",
+        ":3: torch.ones without ['device']",
+    ]
