@@ -185,6 +185,16 @@ def test_a_template_of_the_wrong_shape_is_a_start_up_error(tmp_path: Path) -> No
             ChatTemplate.from_folder(folder, {})
 
 
+async def test_the_worker_is_there_before_the_first_chat(tmp_path: Path) -> None:
+    chat = ChatTemplate.from_folder(folder_with(tmp_path, CHATML), {})
+    assert await chat.start() is None
+    worker = chat.worker_pid
+    await chat.render(MESSAGES[0])
+    assert chat.worker_pid == worker is not None
+    await chat.close()
+    assert chat.worker_pid is None
+
+
 async def test_a_broken_template_leaves_the_rest_alone(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, "{% if %}")
     chat = ChatTemplate.from_folder(folder, {})

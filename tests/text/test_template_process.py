@@ -63,14 +63,15 @@ async def test_the_loop_goes_on_and_the_worker_comes_back() -> None:
     first = process.pid
     spinning = asyncio.create_task(process.render({"spin": True}))
     waiting = asyncio.create_task(process.render({"spin": False}))
-    longest, last = 0.0, time.perf_counter()
+    started = last = time.perf_counter()
+    longest = 0.0
     while not spinning.done():
         await asyncio.sleep(0.01)
         longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
     with pytest.raises(TemplateFailure, match=r"0\.5 s"):
         await spinning
     assert await waiting == "ok"
-    assert longest < 0.4
+    assert longest < (last - started) / 2
     assert process.pid != first
     await process.close()
     assert process.pid is None
