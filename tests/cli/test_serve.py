@@ -1,0 +1,153 @@
+"""`headroom serve` as a process: what it says, how it refuses to start, how it ends."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.support import checkpoints
+from tests.support.command import ROOT, InProcess, check_one_line, headroom
+from tests.support.server import free_port, running
+
+SMALL = ["--dtype", "float32", "--kv-memory", "1MiB"]
+
+
+def test_the_start_table_and_the_command_it_suggests(tiny_served: Path) -> None:
+    """Two layers, two KV heads of 16, fp32: a block of 16 tokens is 2 * 2 * 16 * 16 * 4 = 4096 bytes."""
+    flags = [
+        "--dtype",
+        "float32",
+        "--kv-memory",
+        "1MiB",
+        "--max-model-len",
+        "500",
+        "--served-model-name",
+        "it's",
+    ]
+    with running(tiny_served, *flags) as server:
+        said = server.log()
+        table = said.partition("Listening")[0].strip().splitlines()
+        assert len(table) <= 12
+        assert max(map(len, said.splitlines())) < 200
+        for part in (
+            "it's (llama, 2 layers, head_dim 16)",
+            "GQA, 4 query heads and 2 KV heads: 2 query heads read each",
+            "float32",
+            "1.00 MiB",
+            "256 blocks of 4.00 KiB, each 16 tokens of one KV head",
+            "512 B of cache; MHA would take 1.00 KiB",
+            "2,048 tokens = 4.1 users at the full 500 tokens",
+            "attention reference (",
+            "linear torch (",
+            "(as asked)",
+        ):
+            assert part in said, (part, said)
+        assert "warning" not in said
+        assert f"Listening on {server.url}, Ctrl-C stops." in said
+        command = shlex.split(said.partition("Try it:")[2])
+        assert command[:2] == ["curl", "-N"]
+        url, body = command[2], command[command.index("-d") + 1]
+        reply = httpx.post(url, content=body, headers={"content-type": "application/json"}, trust_env=False)
+        assert reply.text.endswith("data: [DONE]\n\n")
+        assert '"model":"it\'s"' in reply.text
+        port = server.url.rpartition(":")[2]
+        check_one_line(
+            headroom("serve", str(tiny_served), "--port", port), f"port {port} of 127.0.0.1 is taken"
+        )
+
+
+def test_an_open_door_is_warned_of(tiny_served: Path) -> None:
+    with running(tiny_served, *SMALL, "--host", "0.0.0.0") as server:
+        assert "warning: 0.0.0.0 can be reached from other machines, and no key is asked for" in server.log()
+        assert f"Listening on {server.url}," in server.log()
+        assert server.http.get("/v1/models").status_code == 200
+
+
+def test_a_key_from_the_environment_and_no_chat(sp_served: Path) -> None:
+    """A key closes the door; a model that cannot chat suggests another path."""
+    env = {"HEADROOM_API_KEY": "secret"}
+    with running(sp_served, *SMALL, "--host", "0.0.0.0", env=env) as server:
+        said = server.log()
+        assert "warning" not in said
+        assert "/v1/completions -H 'authorization: Bearer YOUR_KEY'" in said
+        assert "/v1/chat/completions" not in said
+        assert server.http.get("/v1/models").status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert server.http.get("/v1/models", headers=headers).status_code == 200
+        assert "secret" not in server.log()
+
+
+def test_starts_that_cannot_work(here: InProcess, tiny_served: Path, tmp_path: Path) -> None:
+    def refused(folder: Path, *flags: str) -> str:
+        return check_one_line(here("serve", str(folder), "--port", "0", "--device", "cpu", *flags))
+
+    assert "--kv-memory" in refused(tiny_served, "--kv-memory", "1KiB")
+    line = refused(tiny_served, "--dtype", "float32", "--kv-memory", "64KiB", "--max-model-len", "500")
+    for part in ("--max-model-len", "500", "--kv-memory"):
+        assert part in line
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_served, broken)
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert weights.name in refused(broken)
+    (broken / "config.json").write_text("{")
+    assert "config.json" in refused(broken)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cuda_without_a_gpu(here: InProcess, tiny_served: Path) -> None:
+    check_one_line(here("serve", str(tiny_served), "--port", "0", "--device", "cuda"), "--device")
+
+
+@pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, {143}), (signal.SIGINT, {130})])
+def test_told_to_stop_while_loading(tiny_served: Path, number: signal.Signals, codes: set[int]) -> None:
+    words = [sys.executable, "-m", "server.cli", "serve", str(tiny_served), "--port", str(free_port())]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        maps = Path(f"/proc/{process.pid}/maps")
+        deadline = time.monotonic() + 30
+        while "libtorch_cpu" not in maps.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(number)
+        begin = time.monotonic()
+        out, err = process.communicate(timeout=20)
+        assert process.returncode in codes, err
+        assert time.monotonic() - begin < 10
+        assert "Traceback" not in err
+        assert out == ""
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_second_signal_does_not_wait(tmp_path: Path, smol: Path) -> None:
+    folder = checkpoints.make_chain(tmp_path / "loop", [19556, 905, 19556])
+    checkpoints.add_tokenizer(folder, smol)
+    body = {"prompt": [19556], "max_tokens": 8000, "temperature": 0, "ignore_eos": True, "stream": True}
+    with running(folder, "--dtype", "float32", "--kv-memory", "256MiB", "--grace", "60") as server:
+        with server.http.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.terminate()
+            while server.http.get("/health").status_code == 200:
+                time.sleep(0.02)
+            assert server.process.poll() is None
+            begin = time.monotonic()
+            server.terminate()
+            rest = "\n".join(lines)
+        assert server.wait(10) == 143
+        assert time.monotonic() - begin < 5
+        assert '"error"' in rest
+        assert rest.rstrip().endswith("data: [DONE]")
+        assert "Traceback" not in server.log()
