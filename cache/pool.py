@@ -57,7 +57,7 @@ class KVPool:
         if self.device.type == "cpu":
             return _mapped_bytes(start, start + self.nbytes)
         if self.device.type == "cuda":
-            return _cuda_bytes(start, self.device)
+            return _cuda_bytes(start)
         return None
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
@@ -104,7 +104,7 @@ def _mapped_bytes(start: int, stop: int) -> int | None:
     return covered
 
 
-def _cuda_bytes(start: int, device: torch.device) -> int | None:
+def _cuda_bytes(start: int) -> int | None:
     """Size of the CUDA caching allocator's block that begins at address `start`."""
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         address = int(segment["address"])

@@ -68,6 +68,17 @@ def test_exclusive_is_what_nobody_else_held_at_the_peak() -> None:
     assert harness.manager.peak(first) == (10, 10, 17, 0)
 
 
+def test_a_fork_into_another_account_shares_with_it() -> None:
+    harness = Harness(make_manager(60))
+    first, second = harness.account("native"), harness.account("native")
+    one = started(harness, first, [1] * 9)
+    assert harness.manager.peak(first) == (6, 6, 9, 0)
+    assert harness.fork(one, 8, second) is not None
+    assert harness.manager.peak(second) == (4, 0, 8, 0)
+    grown(harness, one, 13)
+    assert harness.manager.peak(first) == (8, 4, 13, 0)
+
+
 def test_hits_count_at_the_first_admission_only() -> None:
     harness = Harness(make_manager(60), compare=False)
     harness.close(started(harness, harness.account("mqa"), [1] * 9))

@@ -11,7 +11,7 @@ from cache.errors import CacheError
 from cache.lru import LruQueue
 
 
-@pytest.mark.parametrize("capacity", [1, 5, 40, 700])
+@pytest.mark.parametrize("capacity", [1, 5, 40, 300])
 def test_it_equals_an_ordered_dictionary(capacity: int) -> None:
     dice = random.Random(capacity)
     weight = np.array([dice.randint(1, 9) for _ in range(capacity)], dtype=np.int32)

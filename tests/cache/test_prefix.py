@@ -114,14 +114,15 @@ def test_an_equal_digest_is_not_a_hit(root: str, tokens: list[int], monkeypatch:
 
 
 def test_an_equal_digest_of_another_parent_is_not_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks of the same tokens after different ones; the digest forgets what came before."""
+    """Blocks of the same tokens after different ones; the digest forgets what came before."""
     monkeypatch.setattr(chain_module, "block_digest", lambda parent, tokens: tokens.ljust(32, b"\0"))
     harness = Harness(make_manager(50), compare=False)
-    harness.close(run(harness, [1, 1, 1, 1, 7, 7, 7, 7]))
-    assert found(harness, [1, 1, 1, 1, 7, 7, 7, 7, 5]) == 8
-    harness.close(run(harness, [2, 2, 2, 2, 7, 7, 7, 7]))
-    assert found(harness, [2, 2, 2, 2, 7, 7, 7, 7, 5]) == 4
-    assert found(harness, [7, 7, 7, 7, 5]) == 0
+    one, two, seven, eight = ([token] * 4 for token in (1, 2, 7, 8))
+    harness.close(run(harness, one + seven + eight))
+    assert found(harness, [*one, *seven, *eight, 5]) == 12
+    harness.close(run(harness, two))
+    assert found(harness, [*two, *seven, *eight, 5]) == 4, "eight follows seven, but not this one"
+    assert found(harness, [*seven, *eight, 5]) == 0
 
 
 def test_a_duplicate_of_a_running_sequence_stays_private() -> None:

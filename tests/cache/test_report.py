@@ -71,6 +71,7 @@ def test_requests() -> None:
     assert native.tail_waste_bytes == 2 * BLOCK
     assert (closed.bytes_held, closed.bytes_exclusive, closed.blocks, closed.sequences) == (0, 0, 3, 0)
     assert (reader.bytes_held, reader.bytes_exclusive, reader.cached_tokens) == (4 * BLOCK, 0, 8)
+    assert (reader.blocks, reader.bytes_peak) == (4, 4 * BLOCK), "nobody has asked for its peak yet"
 
 
 def test_an_empty_cache() -> None:
