@@ -56,7 +56,7 @@ class Decoder:
                 x = x.index_select(0, wanted)  # nothing below mixes tokens
             x = x + self._mlp(layer, x)
         x = self._norm(x, self.weights.norm)
-        return self.weights.lm_head(x).float()
+        return self.weights.lm_head.fp32(x)
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, step: _Step, kv: LayerKV) -> Tensor:
         """x `[T, hidden]` -> what attention adds to it."""

@@ -20,6 +20,11 @@ class Linear(Protocol):
         """x `[..., in]` -> `[..., out]`, in x's dtype."""
         ...
 
+    def fp32(self, x: Tensor) -> Tensor:
+        """x `[M, in]` -> `[M, out]` in fp32 whatever the dtype of the weight: for logits, where rounding
+        to bfloat16 would tie neighbours (at 25 its steps are 0.125 apart)."""
+        ...
+
     @property
     def out_features(self) -> int: ...
 
@@ -62,6 +67,16 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def fp32(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return self(x)
+        # Products sum in fp32 and are rounded once, at the end. A second pass starts from minus the rounded
+        # sum, so that it returns what rounding took: 16 bits of the logit instead of 8.
+        rounded = x @ self.weight.t()
+        lost = torch.addmm(rounded, x, self.weight.t(), beta=-1)
+        product = rounded.float() + lost.float()
+        return product if self.bias is None else product + self.bias.float()
+
     @property
     def out_features(self) -> int:
         return self.weight.shape[0]
@@ -95,6 +110,13 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return product
+
+    def fp32(self, x: Tensor) -> Tensor:
+        rounded = self(x)  # and a second pass for what rounding took, as in PlainLinear
+        lost: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, rounded.neg(), self.weight, self.bias, "add"
+        )
+        return rounded.float() + lost.float()
 
     @property
     def out_features(self) -> int:

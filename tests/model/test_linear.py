@@ -97,3 +97,19 @@ def test_a_machine_that_cannot_pack_runs_plain(monkeypatch: pytest.MonkeyPatch) 
     chosen = choose_linear_backend(CPU, torch.bfloat16)
     assert chosen.name == "torch"
     assert chosen.reason.startswith("no packed weights: ") and "story" not in chosen.reason
+
+
+@needs_packed
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 4, 33])
+@pytest.mark.parametrize("biased", [False, True])
+def test_fp32_products_lose_nothing_to_the_weights_dtype(
+    dtype: torch.dtype, rows: int, biased: bool
+) -> None:
+    x, weight = torch.randn(rows, 576).to(dtype), torch.randn(400, 576).to(dtype)
+    bias = torch.randn(400).to(dtype) if biased else None
+    for backend in (PLAIN, PACKED) if dtype == torch.bfloat16 else (PLAIN,):
+        product = backend.pack(weight.clone(), bias).fp32(x)
+        assert product.dtype == torch.float32
+        # Twice the 8 bits of bfloat16 on sums that reach 100; one rounding of the sum would leave 0.25.
+        assert float((product.double() - exact(x, weight, bias)).abs().max()) < 2e-3
