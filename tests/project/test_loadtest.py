@@ -89,9 +89,10 @@ def test_times_are_those_of_the_stream(users: str, name: str, tmp_path: Path) ->
     [
         ("cut", "Error"),
         ("error", "the engine gave up"),
-        ("endless", r"without \[DONE\]"),
-        ("no-usage", "usage"),
+        pytest.param("endless", r"without \[DONE\]", marks=pytest.mark.slow),
+        pytest.param("no-usage", "usage", marks=pytest.mark.slow),
     ],
+    ids=["cut", "error", "endless", "no-usage"],
 )
 def test_a_broken_stream_is_a_failure(mode: str, says: str, tmp_path: Path) -> None:
     run = locust(mode, tmp_path)
