@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("headroom")
 _FLUSH_SECONDS = 2  # for the last bytes of answers that have ended
+_KEEP_ALIVE_SECONDS = 15  # between two requests of a connection
 
 
 def serve(options: ServeOptions) -> int:
@@ -54,7 +55,7 @@ def _import_http() -> None:
         "server.api.application",
         "server.metrics",
         "uvicorn",
-        "uvicorn.protocols.http.auto",
+        "server.api.protocol",
         "rich.table",
     ):
         importlib.import_module(name)
@@ -72,6 +73,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket) -> int:
     import uvicorn
 
+    from server.api.protocol import BoundedHttp
     from server.app import create_app
     from server.engine.service import EngineService
     from server.text.prepare import Preparer
@@ -91,12 +93,14 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
     server = Server(
         uvicorn.Config(
             create_app(loaded, service, preparer, options),
+            http=BoundedHttp,
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=debug,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
     )

@@ -16,6 +16,7 @@ from cache.accounts import Peak
 from cache.layout import KVLayout, LayerGroup
 from cache.report import usage
 from server.api.application import create_api
+from server.api.protocol import BoundedHttp
 from server.api.state import ApiSettings, ApiState, ModelCard
 from server.commands.listener import bind
 from server.engine.request import KVPeak
@@ -93,6 +94,7 @@ async def serving(folder: Path, service: FakeService | None = None, **settings: 
     port = listener.getsockname()[1]
     config = uvicorn.Config(
         create_api(state),
+        http=BoundedHttp,
         lifespan="off",
         ws="none",
         log_config=None,

@@ -1,0 +1,77 @@
+"""HTTP/1.1 itself, before ASGI: bounds on the head of a request, and our error shape for what is no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from server.api.errors import ApiError
+
+MAX_HEAD = 64 * 2**10  # bytes of request line and headers together
+HEAD_SECONDS = 30.0  # from a connection (or the first byte of a next request) to the end of its head
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's protocol, which of itself would wait for a head, and keep what came of it, without end."""
+
+    _in_head = True
+    _head_ended = False  # during the data at hand
+    _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+        still_in_head = self._in_head
+        self._head_ended = False
+        super().data_received(data)
+        if still_in_head and not self._head_ended:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD:
+                message = f"The request line and headers are larger than {MAX_HEAD} bytes."
+                self._refuse(ApiError(431, message, code="head_too_large"))
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_ended, self._head_bytes = False, True, 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "This is not a valid HTTP request.", code="invalid_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer without ASGI, and close; what else the client sends is not read."""
+        if self.transport.is_closing():
+            return
+        body = json.dumps(error.body(), separators=(",", ":")).encode()
+        reason = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}[error.status]
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+            body
+        )
+        self.transport.write(b"HTTP/1.1 %d %s\r\n" % (error.status, reason) + head + body)
+        self.transport.close()
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.response_complete:  # else stray bytes came during an answer
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
