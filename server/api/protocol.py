@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -24,6 +25,10 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+        limit = self.limit_concurrency
+        if limit is not None and len(self.connections) >= limit:
+            message = "Too many connections are open; try again soon."
+            self._refuse(ApiError(503, message, code="too_many_connections", headers={"retry-after": "5"}))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -58,11 +63,14 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         body = json.dumps(error.body(), separators=(",", ":")).encode()
-        reason = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}[error.status]
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
-            body
-        )
-        self.transport.write(b"HTTP/1.1 %d %s\r\n" % (error.status, reason) + head + body)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in {**headers, **error.headers}.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
 
     def _give_up(self) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import logging
+import resource
 import shlex
 import socket
 import sys
@@ -23,16 +24,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("headroom")
 _FLUSH_SECONDS = 2  # for the last bytes of answers that have ended
+_DESCRIPTORS, _RESERVE = 65536, 64  # file descriptors: wanted for connections, and kept for all else
 _KEEP_ALIVE_SECONDS = 15  # between two requests of a connection
 
 
 def serve(options: ServeOptions) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code. Raises ConfigError or ModelError before it listens."""
-    logging.basicConfig(
-        level=options.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for room in ("headroom", "server", "model", "cache"):
+        logging.getLogger(room).setLevel(options.log_level.upper())
     with contextlib.closing(bind(options.host, options.port)) as listener:
         loaded = load_model(options.model, meanwhile=_import_http)
         from server.commands.start_table import print_start_table
@@ -57,6 +57,7 @@ def _import_http() -> None:
         "uvicorn",
         "server.api.protocol",
         "rich.table",
+        "numpy.ma",  # which numpy imports at first use: too late in a process out of file descriptors
     ):
         importlib.import_module(name)
 
@@ -68,6 +69,16 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
+
+
+def _connections() -> int:
+    """How many connections may be open: all the descriptors that this process can get, but for a reserve."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return max(1, (_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) - _RESERVE)
 
 
 async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket) -> int:
@@ -94,6 +105,7 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
         uvicorn.Config(
             create_app(loaded, service, preparer, options),
             http=BoundedHttp,
+            limit_concurrency=_connections(),
             lifespan="off",
             ws="none",
             log_config=None,

@@ -86,8 +86,10 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, service: FakeService | None = None, **settings: Any) -> AsyncIterator[Api]:
-    """The API on a free port, stopped at the end."""
+async def serving(
+    folder: Path, service: FakeService | None = None, *, connections: int | None = None, **settings: Any
+) -> AsyncIterator[Api]:
+    """The API on a free port, stopped at the end; `connections` may be open at once."""
     service = service or FakeService()
     state = make_state(folder, service, **settings)
     listener = bind("127.0.0.1", 0)
@@ -95,6 +97,7 @@ async def serving(folder: Path, service: FakeService | None = None, **settings: 
     config = uvicorn.Config(
         create_api(state),
         http=BoundedHttp,
+        limit_concurrency=connections,
         lifespan="off",
         ws="none",
         log_config=None,
