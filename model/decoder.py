@@ -48,18 +48,19 @@ class Decoder:
         `[N]` int64 are the tokens whose logits are asked for. Returns logits `[N, V]` in fp32.
         """
         step = _Step(attention, _parts(segments, positions, self.rope))
-        x = F.embedding(ids, self.weights.embed)
+        # The residual stream stays in fp32: in bfloat16 it would be rounded twice in each layer.
+        x = F.embedding(ids, self.weights.embed).float()
         last = self.config.num_layers - 1
         for index, layer in enumerate(self.weights.layers):
-            x = x + self._attention(index, layer, x, step, kv[index])
+            x += self._attention(index, layer, x, step, kv[index])
             if index == last:
                 x = x.index_select(0, wanted)  # nothing below mixes tokens
-            x = x + self._mlp(layer, x)
+            x += self._mlp(layer, x)
         x = self._norm(x, self.weights.norm)
         return self.weights.lm_head.fp32(x)
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, step: _Step, kv: LayerKV) -> Tensor:
-        """x `[T, hidden]` -> what attention adds to it."""
+        """x `[T, hidden]` fp32 -> what attention adds to it."""
         config = self.config
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         fused = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, head_dim)
@@ -73,13 +74,14 @@ class Decoder:
         return step.project(index, attended.flatten(1), layer.o)
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        """x `[T, hidden]` -> what the gated MLP adds to it."""
+        """x `[T, hidden]` fp32 -> what the gated MLP adds to it."""
         gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
         return layer.down(F.silu(gate) * up)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last axis, computed in fp32, in x's dtype."""
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        """RMSNorm over the last axis, computed in fp32, in the dtype of the weights' products."""
+        normed = F.rms_norm(x.float(), weight.shape, weight, self.config.rms_norm_eps)
+        return normed.to(self.weights.embed.dtype)
 
 
 @dataclass(frozen=True, slots=True)

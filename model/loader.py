@@ -47,6 +47,10 @@ class _Target:
             begin += part.shape[0]
         return joined
 
+    def vector(self, tensor: Tensor) -> Tensor:
+        """A norm's weight, in fp32 whatever the target's dtype: norms are computed there."""
+        return tensor.to(device=self.device, dtype=torch.float32, copy=True)
+
     def fuse(self, tensors: Mapping[str, Tensor], *names: str) -> Linear:
         """The projections `names` as one, rows in that order, biases included where there are any."""
         biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
@@ -85,7 +89,7 @@ def _ends(
     held = [name for name in (EMBED, NORM, LM_HEAD) if name in checkpoint.entries]
     with checkpoint.mapped(held) as tensors:
         _add_tensors(digest, tensors)
-        norm = target.join([tensors[NORM]])
+        norm = target.vector(tensors[NORM])
         embed = target.join([tensors[EMBED if EMBED in tensors else LM_HEAD]])
         head = target.join([tensors[LM_HEAD]]) if LM_HEAD in tensors and EMBED in tensors else embed
         if config.tie_embeddings and torch.equal(head, embed):
@@ -102,7 +106,7 @@ def _layer(
         tensors = {name.removeprefix(prefix): tensor for name, tensor in mapped.items()}
 
         def vector(name: str) -> Tensor:
-            return target.join([tensors[name]])
+            return target.vector(tensors[name])
 
         return LayerWeights(
             input_norm=vector("input_layernorm.weight"),

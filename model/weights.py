@@ -12,7 +12,7 @@ from model.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Norm weights are vectors in the dtype of the run."""
+    """One decoder layer. Norm weights are fp32 whatever the dtype of the run."""
 
     input_norm: Tensor  # [hidden]
     qkv: Linear  # rows q | k | v: hidden -> (Hq + 2 Hkv) * D

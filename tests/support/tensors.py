@@ -47,6 +47,9 @@ def assert_equals_files(weights: ModelWeights, tensors: dict[str, Tensor], dtype
     def take(*names: str) -> Tensor:
         return torch.cat([left.pop(name).to(dtype) for name in names])
 
+    def take_norm(name: str) -> Tensor:
+        return left.pop(name).float()
+
     def check(linear: Linear, *names: str) -> None:
         found = plain(linear)
         assert torch.equal(found.weight, take(*(f"{name}.weight" for name in names)))
@@ -62,16 +65,16 @@ def assert_equals_files(weights: ModelWeights, tensors: dict[str, Tensor], dtype
         check(layer.o, f"{at}self_attn.o_proj")
         check(layer.gate_up, f"{at}mlp.gate_proj", f"{at}mlp.up_proj")
         check(layer.down, f"{at}mlp.down_proj")
-        assert torch.equal(layer.input_norm, take(f"{at}input_layernorm.weight"))
-        assert torch.equal(layer.post_norm, take(f"{at}post_attention_layernorm.weight"))
+        assert torch.equal(layer.input_norm, take_norm(f"{at}input_layernorm.weight"))
+        assert torch.equal(layer.post_norm, take_norm(f"{at}post_attention_layernorm.weight"))
         for norm, name in ((layer.q_norm, "q_norm"), (layer.k_norm, "k_norm")):
             if f"{at}self_attn.{name}.weight" in left:
                 assert norm is not None
-                assert torch.equal(norm, take(f"{at}self_attn.{name}.weight"))
+                assert torch.equal(norm, take_norm(f"{at}self_attn.{name}.weight"))
             else:
                 assert norm is None
     assert torch.equal(weights.embed, take("model.embed_tokens.weight"))
-    assert torch.equal(weights.norm, take("model.norm.weight"))
+    assert torch.equal(weights.norm, take_norm("model.norm.weight"))
     if "lm_head.weight" in left:
         check(weights.lm_head, "lm_head")
     assert not left
