@@ -42,6 +42,9 @@ def _rows(name: str, facts: EngineFacts) -> list[tuple[str, str]]:
     first = facts.variants[0]
     mha = first.bytes_per_token * first.group
     users = f"{first.full_length_users:,.1f}".removesuffix(".0")
+    full = f"{users} user{'' if users == '1' else 's'} at the full {first.max_len:,} tokens"
+    if facts.clamped_from is not None:
+        full += f" (the model's own {facts.clamped_from:,} do not fit; see --kv-memory)"
     return [
         ("model", f"{name} ({facts.family}, {facts.num_layers} layers, head_dim {facts.head_dim})"),
         ("attention", attention_kind(facts.q_heads, first.kv_heads)),
@@ -55,7 +58,7 @@ def _rows(name: str, facts: EngineFacts) -> list[tuple[str, str]]:
             f"of {format_bytes(facts.block_bytes)}, each {facts.block_size} tokens of one KV head",
         ),
         ("a token", f"{format_bytes(first.bytes_per_token)} of cache; MHA would take {format_bytes(mha)}"),
-        ("fits", f"{first.tokens_that_fit:,} tokens = {users} users at the full {first.max_len:,} tokens"),
+        ("fits", f"{first.tokens_that_fit:,} tokens = {full}"),
         ("backends", f"attention {facts.attention_backend} ({facts.attention_reason})"),
         ("", f"linear {facts.linear_backend} ({facts.linear_reason})"),
     ]
