@@ -1,7 +1,12 @@
-"""The real server as a process of its own, on a free port of 127.0.0.1, always stopped."""
+"""Servers to test against, on free ports of 127.0.0.1, always stopped.
+
+`running` starts the real thing as a process. `inside` serves the same application from a thread of this
+process: it starts in a moment, but takes no signals and prints no start table.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -9,8 +14,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,24 +29,11 @@ STOP_SECONDS = 20.0
 
 
 @dataclass
-class RunningServer:
-    """A server that answers /health; `log()` is what it has written so far."""
+class Served:
+    """A server that answers at `url`; `http` is a client of it."""
 
     url: str
-    process: subprocess.Popen[bytes]
-    log_path: Path
     http: httpx.Client
-
-    def log(self) -> str:
-        return self.log_path.read_text(encoding="utf-8", errors="replace")
-
-    def terminate(self) -> None:
-        """Send SIGTERM and return at once."""
-        self.process.send_signal(signal.SIGTERM)
-
-    def wait(self, timeout: float = STOP_SECONDS) -> int:
-        """The exit code; TimeoutExpired if the process is still there after `timeout` seconds."""
-        return self.process.wait(timeout)
 
     def openai(self, **options: Any) -> Any:
         """The official client, pointed here; it never retries by itself."""
@@ -60,12 +54,23 @@ class RunningServer:
         return httpx.AsyncClient(base_url=self.url, timeout=timeout, trust_env=False, limits=limits)
 
     def kv(self, check: bool = False) -> dict[str, Any]:
-        """`GET /v1/kv`."""
-        reply = self.http.get("/v1/kv", params={"check": "true"} if check else {})
+        """`GET /v1/kv`; checks are rationed, so a refused one waits for its turn."""
+        params = {"check": "true"} if check else {}
+        reply = self.http.get("/v1/kv", params=params)
+        while reply.status_code == 429:
+            time.sleep(0.1)
+            reply = self.http.get("/v1/kv", params=params)
         assert reply.status_code == 200, reply.text
         body = reply.json()
         assert isinstance(body, dict)
         return body
+
+    def preemptions(self) -> int:
+        """How many sequences were pushed out so far, from `GET /metrics`."""
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith("headroom:num_preemptions_total"):
+                return int(float(line.rsplit(" ", 1)[1]))
+        raise AssertionError("/metrics does not count preemptions")
 
     def live_blocks(self) -> int:
         """Physical blocks held by running or waiting sequences."""
@@ -79,6 +84,25 @@ class RunningServer:
             assert waited < seconds, f"{live} blocks are still live after {waited:.1f} s"
             time.sleep(0.02)
         return time.monotonic() - begin
+
+
+@dataclass
+class RunningServer(Served):
+    """A server process; `log()` is what it has written so far."""
+
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def terminate(self) -> None:
+        """Send SIGTERM and return at once."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout: float = STOP_SECONDS) -> int:
+        """The exit code; TimeoutExpired if the process is still there after `timeout` seconds."""
+        return self.process.wait(timeout)
 
 
 def free_port() -> int:
@@ -102,13 +126,17 @@ def start(
             cwd=Path(__file__).resolve().parents[2],
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    server = RunningServer(url, process, log, httpx.Client(base_url=url, timeout=60.0, trust_env=False))
+    server = RunningServer(url, _client(url), process, log)
     try:
         _wait_healthy(server)
     except BaseException:
         stop(server)
         raise
     return server
+
+
+def _client(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=60.0, trust_env=False)
 
 
 def _wait_healthy(server: RunningServer) -> None:
@@ -149,3 +177,60 @@ def running(
         raise
     finally:
         stop(server)
+
+
+@contextlib.contextmanager
+def inside(folder: Path, max_queued: int = 256, **options: Any) -> Iterator[Served]:
+    """The application over `folder`, in fp32; `options` are fields of `server.config.ModelOptions`."""
+    from server.app import load
+    from server.config import ModelOptions
+
+    settings = {"dtype": "float32", "kv_memory": 8 << 20, "cache_dir": folder} | options
+    loaded = load(ModelOptions(model=str(folder), **settings), folder)
+    started: Future[tuple[str, Callable[[], None]]] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(_serve_inside(loaded, max_queued, started)))
+    thread.start()
+    url, leave = started.result(START_SECONDS)
+    try:
+        with _client(url) as http:
+            yield Served(url, http)
+    finally:
+        leave()
+        thread.join(STOP_SECONDS)
+
+
+async def _serve_inside(
+    loaded: Any, max_queued: int, started: Future[tuple[str, Callable[[], None]]]
+) -> None:
+    """Serve until told to leave; tells `started` where, and how to."""
+    import uvicorn
+
+    from server.api.protocol import BoundedHttp
+    from server.app import create_app
+    from server.config import ServeOptions
+    from server.engine.service import EngineService
+    from server.text.prepare import Preparer
+
+    service = EngineService(loaded.engine, max_queued=max_queued)
+    preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat)
+    application = create_app(loaded, service, preparer, ServeOptions(model=loaded))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            application, http=BoundedHttp, lifespan="off", ws="none", log_config=None, access_log=False,
+            timeout_graceful_shutdown=2,
+        )
+    )  # fmt: skip
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        service.start()
+        await preparer.start()
+
+        def leave() -> None:
+            loop.call_soon_threadsafe(setattr, server, "should_exit", True)
+
+        started.set_result((f"http://127.0.0.1:{listener.getsockname()[1]}", leave))
+        try:
+            await server._serve([listener])  # `serve` would take the process's signals
+        finally:
+            await service.stop()
+            await preparer.close()
