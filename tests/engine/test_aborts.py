@@ -21,6 +21,7 @@ def assert_idle(engine: object, total: int) -> None:
     manager.check()
     assert manager.live_blocks == 0
     assert manager.free_blocks + manager.cached_blocks == manager.total == total
+    assert manager.report().requests == ()
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 6, 9])

@@ -71,6 +71,7 @@ def test_a_sibling_goes_on_when_the_first_is_gone(small: Path, oracle: Oracle) -
         engine.add(request)
         ids: list[list[int]] = [[], [], []]
         finish: dict[int, FinishReason] = {}
+        cached: set[int] = set()
         step = 0
         while engine.has_work:
             if step == steps_before_abort:
@@ -80,8 +81,10 @@ def test_a_sibling_goes_on_when_the_first_is_gone(small: Path, oracle: Oracle) -
                     ids[event.index].append(event.token)
                 if event.finish is not None:
                     finish[event.index] = event.finish
+                cached.add(event.kv.cached_tokens)
             step += 1
         assert ids[1:] == expected[1:]
+        assert cached == {0}, "what a request finds of its own is no hit"
         assert finish == {0: FinishReason.ABORT, 1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
         assert manager_of(engine).live_blocks == 0
 

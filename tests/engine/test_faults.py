@@ -196,3 +196,12 @@ def test_copies_of_a_failed_step_are_not_lost(small: Path, oracle: Oracle) -> No
     prompt = prompt_of(40, 72)
     (answers,) = run(engine, [greedy_request(prompt, 10, n=3)])
     assert [answer.ids for answer in answers] == [oracle.greedy(prompt, 10)] * 3
+
+
+def test_trying_the_engine_out_touches_no_block(small: Path) -> None:
+    engine = fp32_engine(small, kv_memory=1 << 18)[0]
+    generate(engine, prompt_of(200, 73), 20)
+    pool = manager_of(engine).pool
+    before = pool.arena[:, :, : pool.total].clone()
+    engine._runner.try_out(engine._shape)
+    assert torch.equal(pool.arena[:, :, : pool.total], before)

@@ -95,12 +95,27 @@ def test_the_head_of_the_queue_is_not_skipped(small: Path) -> None:
     assert len(first) == 41
 
 
-def test_room_for_running_prefills_is_reserved(small: Path) -> None:
+def test_a_prompt_comes_in_only_as_a_whole(small: Path) -> None:
     """Two prompts of 8 blocks in a pool of 12, in small chunks: the second waits until the first is done,
     though its first chunk would fit."""
     engine = checked(pool_of(small, 12, max_batch_tokens=16, max_num_seqs=4)[0])
     first, second = (greedy_request(prompt_of(120, i), 3) for i in range(2))
     run(engine, [first, second])
+    assert engine.stats().preemptions == 0
+
+
+def test_head_room_is_left_for_running_decodes(small: Path) -> None:
+    """One decodes at the end of its block; a prompt that would take all the rest waits for it to finish."""
+    engine = checked(pool_of(small, 4)[0])
+    first = greedy_request(prompt_of(15, 1), 10)
+    engine.add(first)
+    engine.step()
+    second = greedy_request(prompt_of(40, 2), 5)
+    engine.add(second)
+    done: list[str] = []
+    while engine.has_work:
+        done += [event.request_id for event in engine.step() if event.finish]
+    assert done == [first.id, second.id]
     assert engine.stats().preemptions == 0
 
 

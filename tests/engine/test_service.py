@@ -1,4 +1,4 @@
-"""The engine's thread and the way to it: streams, refusals, leaving, stopping, and the thread's own faults."""
+"""The engine's thread and the way to it: streams, refusals, leaving, stopping, the thread's own faults."""
 
 from __future__ import annotations
 
@@ -104,8 +104,11 @@ async def test_abort_of_one_choice_and_of_all(engine: Engine, service: EngineSer
 async def test_whoever_leaves_frees_his_blocks(engine: Engine, service: EngineService, how: str) -> None:
     """P5: in the middle of a stream; then the same prompt again works."""
     slow(engine)
+    held = []
     for i in range(3):
         stream = await service.submit(long_request(i))
+        if how != "drop":
+            held.append(stream)
         await anext(stream)
         if how == "aclose":
             await stream.aclose()
