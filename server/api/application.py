@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from cache.errors import CacheError
 from server.api import generation, info, kv
 from server.api.describe import describe
 from server.api.errors import ApiError, ClientGone, as_api_error, internal_error
@@ -35,7 +36,7 @@ def create_api(state: ApiState) -> ASGIApp:
     )
     for router in (generation.routes(state), info.routes(state), info.token_routes(state), kv.routes(state)):
         app.include_router(router)
-    for kind in (ApiError, RequestError, GenerationError, EngineError):
+    for kind in (ApiError, RequestError, GenerationError, EngineError, CacheError):
         app.add_exception_handler(kind, _told)
     app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(RequestValidationError, _query)

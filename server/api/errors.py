@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from cache.errors import CacheError
 from server.engine.errors import Draining, EngineDead, EngineError, QueueFull
 from server.text.errors import GenerationError, RequestError
 
@@ -60,6 +61,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(error.status, error.message, error.param, error.code)
         case GenerationError():
             return ApiError(500, error.message, code="generation_failed")
+        case CacheError():
+            return ApiError(500, f"The cache does not add up: {error}.", code="cache_check_failed")
         case QueueFull():
             retry = {"retry-after": str(max(1, error.retry_after))}
             return ApiError(429, _sentence(error), code="queue_full", headers=retry)

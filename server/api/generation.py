@@ -109,6 +109,11 @@ def routes(state: ApiState) -> APIRouter:
         responses=answers("The continuation, or with `stream` its events.", stream=True),
     )
     async def create_completion(request: Request) -> Response:
+        """One choice (or `n`) for each prompt; `usage.kv_cache` tells in bytes what the cache took.
+
+        Lengths are in tokens. 400 `context_length_exceeded` where prompt and output cannot fit, 429 when the
+        queue is full, 503 while the server cannot take work. After OpenAI's legacy completions API.
+        """
         return await _run(state, completions, request)
 
     @router.post(
@@ -118,6 +123,11 @@ def routes(state: ApiState) -> APIRouter:
         responses=answers("The answer, or with `stream` its events.", stream=True),
     )
     async def create_chat_completion(request: Request) -> Response:
+        """One answer (or `n`) to `messages`, rendered by the checkpoint's own chat template.
+
+        Errors as for completions; 400 `chat_template_missing` or `chat_template_error` where the template is
+        absent or refuses. After OpenAI's chat completions API.
+        """
         return await _run(state, chats, request)
 
     return router

@@ -24,6 +24,10 @@ def routes(state: ApiState) -> APIRouter:
 
     @router.get("/health", summary="Whether the server can serve", responses=answers("It can."))
     async def health() -> Response:
+        """200 if a request sent now would be taken; 503 with the reason while starting, draining or dead.
+
+        Needs no key and never waits for the model. `running` counts choices, `waiting` requests.
+        """
         now = state.service.health()
         if not now.ok:
             detail = f"{now.status}: {now.detail}" if now.detail else str(now.status)
@@ -32,12 +36,14 @@ def routes(state: ApiState) -> APIRouter:
 
     @router.get("/version", summary="The version of the server", responses=answers("The version."))
     async def version() -> Response:
+        """The version as `headroom --version` tells it."""
         return json_response({"version": state.version})
 
     @router.get(
         "/metrics", summary="Numbers for Prometheus", responses=answers("The text format.", kind="text/plain")
     )
     async def metrics() -> Response:
+        """Prometheus' text format: seconds, tokens, blocks, bytes. Without the cache of a dead engine."""
         try:
             report = await state.service.report()
         except EngineDead:
@@ -46,11 +52,14 @@ def routes(state: ApiState) -> APIRouter:
 
     @router.get("/v1/models", summary="What is served", responses=answers("All served names."))
     async def models() -> Response:
+        """Each attention mode under its own name, with what it costs: `bytes_per_token` in bytes of cache,
+        `max_model_len` in tokens, `live_bytes` now; `group` query heads read one KV head."""
         live = await _live_bytes(state)
         return json_response({"object": "list", "data": [_card(card, live) for card in state.cards]})
 
     @router.get("/v1/models/{model:path}", summary="One served model", responses=answers("The model."))
     async def model(model: str) -> Response:
+        """The same for one name or alias; 404 `model_not_found` lists the others."""
         name, variant = state.served.resolve(model)
         live = await _live_bytes(state)
         card = next(card for card in state.cards if card.variant == variant.name)
@@ -70,6 +79,7 @@ def token_routes(state: ApiState) -> APIRouter:
         responses=answers("The ids and how many they are."),
     )
     async def tokenize(request: Request) -> Response:
+        """The ids that completions would see for `prompt`, or chat for `messages`; `count` of them."""
         raw = await read_object(request, state.settings)
         body = validate(TokenizeBody, raw)
         refuse(raw, TOKENIZE)
@@ -91,6 +101,7 @@ def token_routes(state: ApiState) -> APIRouter:
         responses=answers("The text."),
     )
     async def detokenize(request: Request) -> Response:
+        """The text of `tokens`, special tokens included; 400 for an id that the model does not have."""
         body = validate(DetokenizeBody, await read_object(request, state.settings))
         state.served.resolve(body.model)
         rows = state.served.vocab_rows

@@ -28,6 +28,10 @@ def routes(state: ApiState) -> APIRouter:
             bool, Query(description="Reconcile every block first; at most once a second.")
         ] = False,
     ) -> Response:
+        """Blocks and bytes by state, attention mode and request, as they are between two steps of the engine.
+
+        429 for `check` within a second of the last one; 500 `cache_check_failed` if the books do not balance.
+        """
         report = await (gate.report() if check else state.service.report())
         body = report.to_dict()
         body["pool"] |= {"backend": state.backend, "backend_reason": state.backend_reason}
@@ -38,6 +42,7 @@ def routes(state: ApiState) -> APIRouter:
         offset: Annotated[int, Query(ge=0, le=2**31, description="First block.")] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="At most this many blocks.")] = 1000,
     ) -> Response:
+        """A list for each column; entry i is physical block `offset + i`, `tokens` its filled token slots."""
         page = await state.service.blocks(offset, limit)
         return json_response(page.to_dict())
 

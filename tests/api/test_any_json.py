@@ -87,4 +87,4 @@ def test_any_json(words: Path) -> None:
         seen.update(asyncio.run(ask_all(words, asks)))
 
     check()
-    assert seen == {200, 400, 404}
+    assert {200, 400} <= seen <= {200, 400, 404}

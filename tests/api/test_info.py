@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cache.errors import CacheError
 from server.engine.errors import EngineDead
 from server.engine.stats import Status
 from tests.api.test_answers import CC, C, asked
@@ -157,6 +158,17 @@ async def test_checks_are_shared_and_limited(words: Path) -> None:
         await asyncio.sleep(0.5)
         assert (await api.http.get("/v1/kv?check=true")).status_code == 200
         assert service.checks == 2
+
+
+async def test_a_check_that_fails(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def report(check: bool = False) -> None:
+        raise CacheError("block 5 is free and held")
+
+    async with serving(words) as api:
+        monkeypatch.setattr(api.service, "report", report)
+        error = check_error(await api.http.get("/v1/kv?check=true"), 500)
+        assert error["code"] == "cache_check_failed"
+        assert "block 5 is free and held" in error["message"]
 
 
 async def test_the_document_is_true(words: Path) -> None:
