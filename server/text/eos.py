@@ -14,8 +14,8 @@ def eos_ids(
     folder: Path, config_ids: frozenset[int], tokenizer: Tokenizer, vocab_rows: int
 ) -> frozenset[int]:
     """`config_ids` (config.json), `eos_token_id` of generation_config.json (a number or a list), and the
-    tokenizer's eos_token. Ids beyond the embedding rows can never be drawn and are dropped. Of
-    generation_config.json nothing else is applied. Raises ModelError for a value that is no id."""
+    tokenizer's eos_token. Ids beyond the embedding rows can never be drawn and are dropped. Raises
+    ModelError for a value that is no id."""
     path = folder / "generation_config.json"
     declared: Any = read_object(path).get("eos_token_id")
     listed = [] if declared is None else declared if isinstance(declared, list) else [declared]

@@ -13,6 +13,7 @@ from typing import Any
 
 from server.engine.request import SamplingParams
 from server.text.asks import SamplingAsk
+from server.text.defaults import SamplingDefaults
 from server.text.errors import RequestError
 
 MAX_CHOICES = 128
@@ -38,7 +39,15 @@ class Terms:
     cache_salt: str
 
 
-def terms(ask: SamplingAsk, salt: Any, *, prompts: int, eos_ids: frozenset[int], vocab_rows: int) -> Terms:
+def terms(
+    ask: SamplingAsk,
+    salt: Any,
+    *,
+    prompts: int,
+    eos_ids: frozenset[int],
+    vocab_rows: int,
+    defaults: SamplingDefaults,
+) -> Terms:
     """Checks everything that needs no token of the prompt. `ignore_eos` drops the checkpoint's end marks,
     never the client's own stop ids."""
     if ask.ignore_eos is not None and not isinstance(ask.ignore_eos, bool):
@@ -46,7 +55,7 @@ def terms(ask: SamplingAsk, salt: Any, *, prompts: int, eos_ids: frozenset[int],
     own = _stop_ids(ask.stop_token_ids, vocab_rows)
     return Terms(
         n=_choices(ask.n, prompts),
-        sampling=_sampling(ask, vocab_rows),
+        sampling=_sampling(ask, defaults, vocab_rows),
         stops=_stop_strings(ask.stop),
         stop_ids=own if ask.ignore_eos else own | eos_ids,
         min_tokens=0 if ask.min_tokens is None else integer("min_tokens", ask.min_tokens, 0),
@@ -117,15 +126,12 @@ def _choices(asked: Any, prompts: int) -> int:
     return n
 
 
-def _sampling(ask: SamplingAsk, vocab_rows: int) -> SamplingParams:
-    """Defaults are OpenAI's: temperature 1, no filter, a seed drawn here if none is given. top_p 0 keeps
-    only the likeliest token, so it is greedy; top_k 0, -1 and more than the vocabulary mean all; seeds are
-    taken modulo 2^64. A generation_config.json changes no default."""
-    temperature = (
-        1.0 if ask.temperature is None else number("temperature", ask.temperature, 0, MAX_TEMPERATURE)
-    )
-    top_p = 1.0 if ask.top_p is None else number("top_p", ask.top_p, 0, 1)
-    top_k = 0 if ask.top_k is None else integer("top_k", ask.top_k, -1)
+def _sampling(ask: SamplingAsk, defaults: SamplingDefaults, vocab_rows: int) -> SamplingParams:
+    """What is left out comes from `defaults`, and the seed is drawn here. top_p 0 keeps only the likeliest
+    token, so it is greedy; top_k 0, -1 and more than the vocabulary mean all; seeds are taken modulo 2^64."""
+    top_p = number("top_p", _given(ask.top_p, defaults.top_p), 0, 1)
+    top_k = integer("top_k", _given(ask.top_k, defaults.top_k), -1)
+    temperature = number("temperature", _given(ask.temperature, defaults.temperature), 0, MAX_TEMPERATURE)
     if ask.seed is None:
         seed = secrets.randbits(64)
     else:
@@ -134,9 +140,13 @@ def _sampling(ask: SamplingAsk, vocab_rows: int) -> SamplingParams:
         temperature=temperature if top_p > 0 else 0.0,
         top_p=top_p or 1.0,
         top_k=top_k if 0 < top_k < vocab_rows else 0,
-        min_p=0.0 if ask.min_p is None else number("min_p", ask.min_p, 0, 1),
+        min_p=number("min_p", _given(ask.min_p, defaults.min_p), 0, 1),
         seed=seed,
     )
+
+
+def _given(asked: Any, default: float) -> Any:
+    return default if asked is None else asked
 
 
 def _stop_ids(value: Any, vocab_rows: int) -> frozenset[int]:

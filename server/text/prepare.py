@@ -142,6 +142,7 @@ class Preparer:
             prompts=prompts,
             eos_ids=served.eos_ids,
             vocab_rows=served.vocab_rows,
+            defaults=served.defaults,
         )
 
     def _prepared(

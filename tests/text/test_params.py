@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from model.errors import ModelError
 from server.text.asks import SamplingAsk
+from server.text.defaults import SamplingDefaults, sampling_defaults
 from server.text.errors import RequestError
 from server.text.params import Terms, terms
 
 ROWS = 49_152
 EOS = frozenset({0, 2})
+OPENAIS = SamplingDefaults()
 
 
-def check(prompts: int = 1, salt: Any = None, **fields: Any) -> Terms:
-    return terms(SamplingAsk(**fields), salt, prompts=prompts, eos_ids=EOS, vocab_rows=ROWS)
+def check(prompts: int = 1, salt: Any = None, defaults: SamplingDefaults = OPENAIS, **fields: Any) -> Terms:
+    return terms(
+        SamplingAsk(**fields), salt, prompts=prompts, eos_ids=EOS, vocab_rows=ROWS, defaults=defaults
+    )
 
 
 def test_the_defaults_are_openais() -> None:
@@ -119,3 +126,27 @@ def test_cache_salt() -> None:
     for wrong in ("x" * 129, 5, "\udc00"):
         with pytest.raises(RequestError, match="cache_salt"):
             check(salt=wrong)
+
+
+def test_the_checkpoints_recommendation_holds_where_the_client_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    assert sampling_defaults(tmp_path) == SamplingDefaults()  # no file
+    path.write_text('{"do_sample": true, "temperature": 0.2, "top_p": 0.9, "top_k": 50, "eos_token_id": 2}')
+    found = sampling_defaults(tmp_path)
+    assert found == SamplingDefaults(temperature=0.2, top_p=0.9, top_k=50, min_p=0.0)
+    quiet = check(defaults=found).sampling
+    assert (quiet.temperature, quiet.top_p, quiet.top_k) == (0.2, 0.9, 50)
+    said = check(defaults=found, temperature=1, top_p=1, top_k=-1).sampling
+    assert (said.temperature, said.top_p, said.top_k) == (1.0, 1.0, 0)
+    path.write_text('{"do_sample": false, "temperature": 0.7}')
+    assert sampling_defaults(tmp_path).temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("temperature", -1), ("temperature", "hot"), ("top_p", 2), ("top_k", 1.5), ("min_p", True)],
+)
+def test_a_recommendation_out_of_range_is_a_start_up_error(tmp_path: Path, key: str, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ModelError, match=f"generation_config.json: {key} is "):
+        sampling_defaults(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 
 from server.text.asks import ChatAsk, CompletionAsk, SamplingAsk
 from server.text.chat import ChatTemplate
+from server.text.defaults import SamplingDefaults
 from server.text.errors import RequestError
 from server.text.prepare import Prepared, Preparer
 from server.text.served import ServedModel, ServedVariant
@@ -39,6 +40,7 @@ def make(folder: Path, rows: int = 384) -> Preparer:
         eos_ids=frozenset({2}),
         fingerprint="abc",
         kv_dtype="float32",
+        defaults=SamplingDefaults(),
     )
     return Preparer(served, tokenizer, ChatTemplate.from_folder(folder, tokenizer.special))
 

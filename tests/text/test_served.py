@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from server.text.defaults import SamplingDefaults
 from server.text.errors import RequestError
 from server.text.served import ServedModel, ServedVariant
 
@@ -11,7 +12,7 @@ from server.text.served import ServedModel, ServedVariant
 def test_names_resolve_and_are_echoed_as_asked() -> None:
     variants = {name: ServedVariant(name, 100) for name in ("native", "mqa")}
     names = {"tiny": "native", "tiny@native": "native", "tiny@mqa": "mqa", "tiny@gqa1": "mqa"}
-    served = ServedModel(names, variants, 400, frozenset({2}), "f", "float32")
+    served = ServedModel(names, variants, 400, frozenset({2}), "f", "float32", SamplingDefaults())
     assert served.resolve(None) == ("tiny", variants["native"])
     assert served.resolve("tiny@gqa1") == ("tiny@gqa1", variants["mqa"])
     for wrong in ("gpt-4", "", "tiny@MQA", "x" * 10_000):
