@@ -6,6 +6,7 @@ Nothing heavy is imported before it is known to be needed, so that `--help` answ
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from server import __version__
 from server.commands import flags
+from server.commands.arguments import Parser
 
 if TYPE_CHECKING:
     from server.app import Loaded
@@ -54,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in commands:
         print(f"headroom: there is no command {name!r}; there are {', '.join(commands)}", file=sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal cannot show
     # Without a handler, the first process of a container would ignore SIGTERM.
     signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -92,7 +96,7 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _serve(words: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = flags.Parser("serve", "[MODEL] [flags]", "Serve a model over an OpenAI-compatible HTTP API.")
+    parser = Parser("serve", "[MODEL] [flags]", "Serve a model over an OpenAI-compatible HTTP API.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
     flags.add_model_flags(parser)
     flags.add_serve_flags(parser)
@@ -104,7 +108,7 @@ def _serve(words: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _generate(words: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = flags.Parser(
+    parser = Parser(
         "generate",
         "[MODEL] PROMPT [flags]",
         "Print how a model continues a prompt. Of two words, the first is the model; one is the prompt.",
@@ -124,7 +128,7 @@ def _generate(words: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _chat(words: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = flags.Parser(
+    parser = Parser(
         "chat", "[MODEL] [flags]", "Talk to a model in the terminal. /help lists what you can type."
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
@@ -141,9 +145,7 @@ def _chat(words: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _fetch(words: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = flags.Parser(
-        "fetch", "[MODEL]", "Download a model unless it is here already, and print its folder."
-    )
+    parser = Parser("fetch", "[MODEL]", "Download a model unless it is here already, and print its folder.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
     args = parser.parse_intermixed_args(words)
     from model.fetch import default_cache_dir, resolve_model

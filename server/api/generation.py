@@ -18,7 +18,7 @@ from server.api.state import ApiState
 from server.api.unsupported import CHAT, COMPLETION, Harmless, refuse, refuse_in_stream_options
 from server.api.wire import ChatBody, CompletionBody, SamplingBody, validate
 from server.text.asks import ChatAsk, CompletionAsk
-from server.text.prepare import Prepared
+from server.text.prepare import Prepared, Preparer
 
 
 class CompletionShape:
@@ -64,43 +64,15 @@ class _Endpoint:
     body: type[SamplingBody]
     unsupported: Harmless
     shape: Shape
-    prepare: Callable[[Any, str], Awaitable[Prepared]]  # (wire body, key id)
+    prepare: Callable[[Preparer, Any, str], Awaitable[Prepared]]  # (preparer, wire body, key id)
 
 
 def routes(state: ApiState) -> APIRouter:
     """The two endpoints that run the model."""
     router = APIRouter()
 
-    async def completion(body: CompletionBody, key: str) -> Prepared:
-        return await state.preparer.completion(
-            CompletionAsk(
-                request_id=f"cmpl-{uuid.uuid4().hex}",
-                prompt=body.prompt,
-                model=body.model,
-                max_tokens=body.max_tokens,
-                echo=body.echo,
-                sampling=body.sampling(),
-                cache_salt=body.cache_salt,
-                key_id=key,
-            )
-        )
-
-    async def chat(body: ChatBody, key: str) -> Prepared:
-        return await state.preparer.chat(
-            ChatAsk(
-                request_id=f"chatcmpl-{uuid.uuid4().hex}",
-                messages=body.messages,
-                model=body.model,
-                max_tokens=body.max_tokens,
-                max_completion_tokens=body.max_completion_tokens,
-                sampling=body.sampling(),
-                cache_salt=body.cache_salt,
-                key_id=key,
-            )
-        )
-
-    completions = _Endpoint(CompletionBody, COMPLETION, CompletionShape(), completion)
-    chats = _Endpoint(ChatBody, CHAT, ChatShape(), chat)
+    completions = _Endpoint(CompletionBody, COMPLETION, CompletionShape(), _completion)
+    chats = _Endpoint(ChatBody, CHAT, ChatShape(), _chat)
 
     @router.post(
         "/v1/completions",
@@ -133,6 +105,36 @@ def routes(state: ApiState) -> APIRouter:
     return router
 
 
+async def _completion(preparer: Preparer, body: CompletionBody, key: str) -> Prepared:
+    return await preparer.completion(
+        CompletionAsk(
+            request_id=f"cmpl-{uuid.uuid4().hex}",
+            prompt=body.prompt,
+            model=body.model,
+            max_tokens=body.max_tokens,
+            echo=body.echo,
+            sampling=body.sampling(),
+            cache_salt=body.cache_salt,
+            key_id=key,
+        )
+    )
+
+
+async def _chat(preparer: Preparer, body: ChatBody, key: str) -> Prepared:
+    return await preparer.chat(
+        ChatAsk(
+            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            messages=body.messages,
+            model=body.model,
+            max_tokens=body.max_tokens,
+            max_completion_tokens=body.max_completion_tokens,
+            sampling=body.sampling(),
+            cache_salt=body.cache_salt,
+            key_id=key,
+        )
+    )
+
+
 async def _run(state: ApiState, endpoint: _Endpoint, request: Request) -> Response:
     clock = state.metrics.clock()
     try:
@@ -140,7 +142,7 @@ async def _run(state: ApiState, endpoint: _Endpoint, request: Request) -> Respon
         body = validate(endpoint.body, raw)
         refuse(raw, endpoint.unsupported)
         refuse_in_stream_options(raw)
-        prepared = await endpoint.prepare(body, request.scope[KEY_ID])
+        prepared = await endpoint.prepare(state.preparer, body, request.scope[KEY_ID])
         answer = Answer(state, prepared, endpoint.shape, clock)
         if body.stream:
             return await answer.stream(request, body.include_usage)

@@ -14,6 +14,7 @@ import pytest
 import server
 from server import cli
 from server.commands import flags
+from server.commands.arguments import Parser
 from server.config import ServeOptions
 from tests.support.command import ROOT, check_one_line, headroom
 
@@ -56,7 +57,7 @@ def timed(call: object, *words: str) -> float:
 
 
 def test_every_flag_says_its_default_and_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = flags.Parser("serve", "", "")
+    parser = Parser("serve", "", "")
     flags.add_model_flags(parser)
     flags.add_serve_flags(parser)
     options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
