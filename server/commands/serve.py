@@ -98,7 +98,8 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
 
     debug = options.log_level == "debug"
     # Its complaints are about clients, and each failing request is logged by the guard.
-    logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if debug else logging.CRITICAL)
+    logging.getLogger("uvicorn.error").setLevel(logging.INFO if debug else logging.CRITICAL)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     service = EngineService(loaded.engine, max_queued=options.max_queued)
     preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat)
     server = Server(
