@@ -14,7 +14,8 @@ import torch
 
 from tests.support import checkpoints
 
-# Tiny models only get slower with more threads; tests of a real one ask for more (`threads`).
+# Tiny models only get slower with more threads, and threads that wait for each other on a busy machine
+# make everything slower: even the default model loses more than it wins.
 torch.set_num_threads(1)
 
 
@@ -64,15 +65,6 @@ def sp_served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sp-served")
     checkpoints.make_checkpoint(folder, vocab=checkpoints.SP_VOCAB, std=0.3)
     return checkpoints.add_sentencepiece(folder)
-
-
-@pytest.fixture(scope="module")
-def threads() -> Iterator[int]:
-    """Two threads, where there are two cores, for the tests of one module that run a real model."""
-    count = min(2, os.cpu_count() or 1)
-    torch.set_num_threads(count)
-    yield count
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
