@@ -26,7 +26,10 @@ from torch import Tensor
 # Below this temperature a gap of 1e-3 between two logits is e^-100: the draw is the largest logit.
 GREEDY_TEMPERATURE = 1e-5
 # How many of the best tokens are sorted at first, then for the rows that these did not decide; then all.
-WIDTHS = (256, 4096)
+# A row of 49,152 on one CPU core: 0.13, 0.5, 1.5 ms, and 3.2 ms for all.
+WIDTHS = (256, 2048, 12288)
+_ROWS_AT_ONCE = 8  # of whole vocabularies, so that what is computed of them stays in a CPU's cache
+_NO_WEIGHT = -80.0  # e^-80 of the best token is nothing in a sum; without it exp would make slow denormals
 
 FloatArray = npt.NDArray[np.float64]
 IdArray = npt.NDArray[np.int64]
@@ -90,11 +93,13 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         nothing = torch.full((), -torch.inf, dtype=logits.dtype, device=logits.device)
         logits = logits.index_put(batch.banned, nothing)
     best = logits.amax(dim=-1)  # NaN if any is
-    ids = logits.argmax(dim=-1)  # the first of equals
-    if batch.rows is not None:
-        part = logits if batch.every_row else logits.index_select(0, batch.rows)
-        peak = best if batch.every_row else best.index_select(0, batch.rows)
-        ids = ids.index_copy(0, batch.rows, _draw(part, peak[:, None], batch))
+    if batch.rows is None:
+        ids = logits.argmax(dim=-1)  # the first of equals
+    elif batch.every_row:
+        ids = _draw(logits, best[:, None], batch)
+    else:
+        part, peak = logits.index_select(0, batch.rows), best.index_select(0, batch.rows)
+        ids = logits.argmax(dim=-1).index_copy(0, batch.rows, _draw(part, peak[:, None], batch))
     return torch.where(torch.isfinite(best), ids, -1)
 
 
@@ -102,7 +107,7 @@ def _draw(logits: Tensor, peak: Tensor, batch: SamplingBatch) -> Tensor:
     """logits `[D, V]`, peak `[D, 1]` -> ids `[D]`: narrow first, wider for the rows that need it."""
     parameters = (batch.temperature, batch.top_p, batch.min_p, batch.top_k, batch.u)
     if batch.needs_total or logits.shape[1] <= WIDTHS[0]:
-        total = (logits - peak).div_(batch.temperature).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+        total = _total(logits, peak, batch.temperature)
     else:
         total = torch.full_like(batch.u, torch.inf)
     ids = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
@@ -119,6 +124,16 @@ def _draw(logits: Tensor, peak: Tensor, batch: SamplingBatch) -> Tensor:
         if undecided.numel() == 0:
             break
     return ids
+
+
+def _total(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
+    """The weight of the whole vocabulary `[D, 1]` fp64, the best token's being 1."""
+    parts = zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in (logits, peak, temperature)), strict=True)  # type: ignore[no-untyped-call]
+    sums = [
+        (row - best).div_(warmth).clamp_(min=_NO_WEIGHT).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+        for row, best, warmth in parts
+    ]
+    return torch.cat(sums)
 
 
 def _widths(vocab: int) -> Iterator[int]:

@@ -68,7 +68,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("widths", [(256, 4096), (8, 64), (VOCAB,)], ids=["default", "narrow", "sort"])
+@pytest.mark.parametrize("widths", [sampler.WIDTHS, (8, 64), (VOCAB,)], ids=["default", "narrow", "sort"])
 def test_equals_the_definition(widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "WIDTHS", widths)
     generator = torch.Generator().manual_seed(1)
