@@ -19,7 +19,7 @@ from tests.support.sse import read_stream
 
 TOKENS = 40
 QUESTIONS = [
-    [7 + i, *range(100 + 10 * i, 100 + 10 * i + length)] for i, length in enumerate((3, 16, 30, 65, 120))
+    [7 + i, *range(100 + 10 * i, 100 + 10 * i + length)] for i, length in enumerate((3, 15, 30, 63, 120))
 ]
 CROWD = [[1000 + 7 * i, *range(2000, 2000 + 9 * i)] for i in range(15)]
 
@@ -122,6 +122,15 @@ def test_a_shared_beginning(server: Served, rand: Path) -> None:
     for i, ending in enumerate(([1], [2], [3, 4, 5], list(range(30)))):
         text = text_of(tokenizer, reference.greedy(beginning + ending, TOKENS))
         assert ask(server, beginning + ending, "shared") == (text, 32 if i else 0)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48])
+def test_lengths_around_a_block(server: Served, rand: Path, length: int) -> None:
+    """Prompts that end before, on and after a block's end, each twice, with an answer over two blocks."""
+    ids = [900 + length, *range(3000, 2999 + length)]
+    text = text_of(load_reference_tokenizer(rand), load_reference(rand).greedy(ids, TOKENS))
+    assert ask(server, ids, "ends") == (text, 0)
+    assert ask(server, ids, "ends") == (text, (length - 1) // 16 * 16)
 
 
 def test_four_equal_questions_at_once(server: Served, answers: list[str]) -> None:
