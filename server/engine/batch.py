@@ -77,7 +77,7 @@ def made_up_batch(
     """A step that belongs to nobody, to try the engine or to measure it.
 
     Tokens `[start, start + count)` of one sequence, all of id 0, whose rows are the first of `row_tables`;
-    logits of the last `wanted` ones; nothing drawn.
+    after each of the last `wanted` ones a token is drawn at temperature 1.
     """
     one = np.array([count], dtype=np.int64)
     heads = np.array([shape.variants[variant].kv_heads], dtype=np.int64)
@@ -86,7 +86,11 @@ def made_up_batch(
     last = np.arange(count - wanted, count, dtype=np.int64)
     ids, rows = _upload([np.zeros_like(positions), last], torch.int64, shape.device)
     segments = (Segment(shape.variants[variant].head_map, 0, count),)
-    return ForwardBatch(ids, meta.positions, segments, meta, rows, None, ())
+    half = np.full(wanted, 0.5)
+    sampling = make_sampling(
+        2 * half, 2 * half, np.zeros(wanted, np.int64), 0 * half, half, None, shape.device
+    )
+    return ForwardBatch(ids, meta.positions, segments, meta, rows, sampling, ())
 
 
 def _meta(

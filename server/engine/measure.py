@@ -23,8 +23,8 @@ def room_on_gpu(
 ) -> int:
     """Bytes that the GPU has left for a pool once the weights are there and the largest step has its own.
 
-    The step: one sequence's last chunk of `tokens` tokens at the end of `context`, with logits of `drawn`
-    positions. Its cache is one block that every entry of its table names, so it needs no pool.
+    The step: one sequence's last chunk of `tokens` tokens at the end of `context`, with `drawn` tokens drawn.
+    Its cache is one block that every entry of its table names, so it needs no pool.
     """
     device = shape.device
     widest = max(shape.variants.values(), key=lambda variant: variant.kv_heads)

@@ -120,6 +120,12 @@ def test_cuda_without_a_gpu(small: Path) -> None:
     assert choose_device("auto") == CPU
 
 
+def test_default_step(small: Path) -> None:
+    assert fp32_engine(small)[1].max_batch_tokens == 256
+    assert fp32_engine(small, max_num_seqs=300)[1].max_batch_tokens == 300
+    assert fp32_engine(small, max_batch_tokens=512)[1].max_batch_tokens == 512
+
+
 def test_a_missing_folder_is_a_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError):
         build_engine(EngineOptions(), tmp_path / "nowhere")

@@ -96,6 +96,15 @@ def test_more_choices_than_places(small: Path, oracle: Oracle) -> None:
     assert [answer.ids for answer in answers] == [oracle.greedy(prompt, 6)] * 7
 
 
+def test_more_choices_than_the_pool_holds(small: Path, oracle: Oracle) -> None:
+    """K5: eight choices of up to four blocks each, in a pool of eight."""
+    prompt = prompt_of(20, 43)
+    engine = checked(pool_of(small, 8)[0])
+    (answers,) = run(engine, [greedy_request(prompt, 40, n=8)])
+    assert [answer.ids for answer in answers] == [oracle.greedy(prompt, 40)] * 8
+    assert manager_of(engine).live_blocks == 0
+
+
 def test_several_prompts_in_one_request(small: Path, oracle: Oracle) -> None:
     """Choice i is copy i % n of prompt i // n; a prompt's answers are those it gets when sent by itself."""
     prompts = (prompt_of(20, 44), prompt_of(33, 45), prompt_of(20, 44))

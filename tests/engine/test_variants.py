@@ -17,7 +17,7 @@ BOTH = (Variant("native", NativeHeads(2)), Variant("mha", RepeatHeads(4)))
 
 
 def test_modes_share_every_step(small: Path, oracle: Oracle) -> None:
-    engine = checked(fp32_engine(small, variants=BOTH)[0])
+    engine = checked(fp32_engine(small, variants=BOTH, max_batch_tokens=512)[0])
     batches: list[Any] = []
     on_batches(engine, batches.append)
     prompts = [prompt_of(10 + 11 * i, 90 + i) for i in range(8)]
