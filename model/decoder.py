@@ -14,7 +14,7 @@ from model.attention.base import AttentionStep, LayerKV
 from model.config import ModelConfig
 from model.heads import HeadMap, Segment
 from model.linear import Linear
-from model.rope import Rope
+from model.rope import Rope, Rotation
 from model.weights import LayerWeights, ModelWeights
 
 
@@ -90,8 +90,8 @@ class _Part:
 
     head_map: HeadMap
     span: slice
-    positions: Tensor  # of the span
-    rope: Rope
+    positions: Tensor  # of the span, as `rotation` is
+    rotation: Rotation
 
 
 def _parts(segments: Sequence[Segment], positions: Tensor, rope: Rope) -> tuple[_Part, ...]:
@@ -123,7 +123,7 @@ class _Step:
         for part in self.parts:
             span = part.span
             own_q, own_k, own_v = part.head_map.qkv(
-                layer, q[span], k[span], v[span], part.positions, part.rope
+                layer, q[span], k[span], v[span], part.positions, part.rotation
             )
             queries.append(own_q)
             keys.append(own_k.reshape(-1, head_dim))

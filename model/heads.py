@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from model.linear import Linear
-from model.rope import Rope
+from model.rope import Rotation
 
 
 class HeadMap(Protocol):
@@ -28,9 +28,12 @@ class HeadMap(Protocol):
         ...
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[T, Hq, D]`, k, v `[T, Hkv, D]`, positions `[T]` -> q `[T, Hq, D]`, k, v `[T, kv_heads, D]`."""
+        """q `[T, Hq, D]`, k, v `[T, Hkv, D]`, positions `[T]` -> q `[T, Hq, D]`, k, v `[T, kv_heads, D]`.
+
+        `rotation` turns by those positions in the checkpoint's own frequencies.
+        """
         ...
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
@@ -46,9 +49,9 @@ class NativeHeads:
     owns_output: bool = False
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return rope.apply(q, positions), rope.apply(k, positions), v
+        return rotation.apply(q), rotation.apply(k), v
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
         return o_proj(attended)
@@ -62,11 +65,11 @@ class RepeatHeads:
     owns_output: bool = False
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
         times = self.kv_heads // k.shape[1]
-        k = rope.apply(k, positions).repeat_interleave(times, dim=1)  # [T, Hkv, D] -> [T, kv_heads, D]
-        return rope.apply(q, positions), k, v.repeat_interleave(times, dim=1)
+        k = rotation.apply(k).repeat_interleave(times, dim=1)  # [T, Hkv, D] -> [T, kv_heads, D]
+        return rotation.apply(q), k, v.repeat_interleave(times, dim=1)
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
         return o_proj(attended)

@@ -1,8 +1,9 @@
 """Rotary position embedding: which kinds a checkpoint may ask for, their frequencies, and the rotation.
 
-A head's pair (i, i + D/2) turns by `position * inv_freq[i]`. Kinds: default (RoFormer), linear
-(position interpolation), dynamic (NTK by length; only lengths within `max_position_embeddings`, where
-it equals default), yarn (arXiv 2309.00071) and llama3 (Llama 3.1's smoothed interpolation).
+A head's pair (i, i + D/2) turns by `position * inv_freq[i]`. Kinds: default (RoFormer, arXiv 2104.09864),
+linear (position interpolation, arXiv 2306.15595), dynamic (NTK by length; only lengths within
+`max_position_embeddings`, where it equals default), yarn (arXiv 2309.00071) and llama3 (Llama 3.1's smoothed
+interpolation, as transformers has it).
 """
 
 from __future__ import annotations
@@ -163,44 +164,35 @@ def _yarn_frequencies(config: RopeConfig, plain: Tensor, head_dim: int) -> Tenso
 
 
 class Rope:
-    """Rotates queries and keys by their positions, in fp32, from tables of cos and sin."""
+    """Tables of cos and sin for positions `[0, max_position)`: two of `[max_position, head_dim / 2]` fp32."""
 
     def __init__(self, config: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> None:
-        """Tables for positions `[0, max_position)`: two of `[max_position, head_dim / 2]` fp32."""
         frequencies = inverse_frequencies(config, head_dim, device)
         positions = torch.arange(max_position, device=device, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)
         self._cos = angles.cos() * config.attention_factor
         self._sin = angles.sin() * config.attention_factor
 
-    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of `positions` `[T]` int64, each `[T, D]` fp32: pair i is columns i, i + D/2.
-
-        The rotation is `x * cos + swap(x) * sin`, where swap exchanges the halves of a head; the sign
-        belongs to the first half, so that one multiply-add does both.
-        """
+    def at(self, positions: Tensor) -> Rotation:
+        """The rotation of tokens at `positions` `[T]` int64, looked up once for all layers of a step."""
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
-    def apply(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x `[T, H, D]`, positions `[T]` int64 -> `[T, H, D]` in x's dtype."""
-        cos, sin = self.rows(positions)
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Turns the heads of `T` tokens, each by its own position.
+
+    `cos` and the signed `sin` are `[T, D]` fp32; pair i is columns i and i + D/2. The rotation is
+    `x * cos + swap(x) * sin`, where swap exchanges the halves of a head; the sign belongs to the first
+    half, so that one multiply-add does both.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x `[T, H, D]` -> `[T, H, D]` in x's dtype, computed in fp32."""
         wide = x.float()
         swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
-        return torch.addcmul(wide * cos.unsqueeze(1), swapped, sin.unsqueeze(1)).to(x.dtype)
-
-    def at(self, positions: Tensor) -> Rope:
-        """The same rope with the rows of `positions` looked up once, for a step's many layers."""
-        return _RopeAt(self, positions)
-
-
-class _RopeAt(Rope):
-    """A rope that remembers the rows of one tensor of positions (the very object) and asks for others."""
-
-    def __init__(self, rope: Rope, positions: Tensor) -> None:
-        self._rope = rope
-        self._positions = positions
-        self._rows = rope.rows(positions)
-
-    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rows if positions is self._positions else self._rope.rows(positions)
+        return torch.addcmul(wide * self.cos.unsqueeze(1), swapped, self.sin.unsqueeze(1)).to(x.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.heads import NativeHeads, RepeatHeads, Variant
 from model.linear import Linear
-from model.rope import Rope
+from model.rope import Rotation
 from tests.support import checkpoints
 from tests.support.driving import fp32_engine, greedy_request, run
 from tests.support.equality import assert_same_ids
@@ -38,9 +38,9 @@ class ToyHeads:
     owns_output: bool = True
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return rope.apply(q, positions), rope.apply(k[:, :1], positions), v[:, :1]
+        return rotation.apply(q), rotation.apply(k[:, :1]), v[:, :1]
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
         return attended @ self.projections[layer].T

@@ -13,7 +13,7 @@ from torch import Tensor
 from model.decoder import Decoder
 from model.heads import HeadMap, NativeHeads, RepeatHeads, Variant
 from model.linear import Linear, PlainLinear
-from model.rope import Rope
+from model.rope import Rotation
 from tests.support.decoding import load_decoder, new_rig, run_alone, run_step, some_ids
 from tests.support.equality import assert_same_logits
 from tests.support.reference import load_reference
@@ -30,10 +30,10 @@ class OwnOutput:
     owns_output: bool = True
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
         k = k.mean(dim=1, keepdim=True)
-        return rope.apply(q, positions), rope.apply(k, positions), v.mean(dim=1, keepdim=True)
+        return rotation.apply(q), rotation.apply(k), v.mean(dim=1, keepdim=True)
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
         return PlainLinear(self.weight * (layer + 1), None)(attended)

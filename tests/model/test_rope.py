@@ -119,14 +119,14 @@ def test_rotation(kind: str, tmp_path: Path) -> None:
     cos, sin = expected(x, positions[None])
     rotated, _ = apply_rotary_pos_emb(x[None], x[None], cos, sin, unsqueeze_dim=2)
     rope = Rope(rope_config(config), 32, 512, CPU)
-    torch.testing.assert_close(rope.apply(x, positions), rotated[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rope.at(positions).apply(x), rotated[0], rtol=1e-5, atol=1e-5)
 
 
 def test_pairs_are_halves_apart_and_turn_by_the_position() -> None:
     """Arithmetic by hand: theta 4 and head_dim 4 give frequencies 1 and 1/2."""
     rope = Rope(RopeConfig(theta=4.0), 4, 8, CPU)
     x = torch.tensor([[[1.0, 0.0, 0.0, 2.0]]])
-    turned = rope.apply(x, torch.tensor([3]))[0, 0].double()
+    turned = rope.at(torch.tensor([3])).apply(x)[0, 0].double()
     a, b = torch.tensor(3.0).double(), torch.tensor(1.5).double()
     hand = torch.stack([a.cos(), -2 * b.sin(), a.sin(), 2 * b.cos()])
     torch.testing.assert_close(turned, hand, rtol=1e-6, atol=1e-6)
@@ -136,15 +136,17 @@ def test_half_precision_is_rotated_in_fp32() -> None:
     rope = Rope(RopeConfig(), 16, 4096, CPU)
     x = torch.randn(7, 2, 16).bfloat16()
     positions = torch.arange(4000, 4007)
-    assert torch.equal(rope.apply(x, positions), rope.apply(x.float(), positions).bfloat16())
+    assert torch.equal(rope.at(positions).apply(x), rope.at(positions).apply(x.float()).bfloat16())
 
 
-def test_looked_up_rows_serve_their_own_positions_and_others() -> None:
+def test_one_rotation_serves_any_number_of_heads_and_each_token_its_own_position() -> None:
     rope = Rope(RopeConfig(), 8, 64, CPU)
     x, positions = torch.randn(5, 2, 8), torch.tensor([9, 3, 3, 60, 0])
-    at = rope.at(positions)
-    assert torch.equal(at.apply(x, positions), rope.apply(x, positions))
-    assert torch.equal(at.apply(x[:2], positions[2:4]), rope.apply(x[:2], positions[2:4]))
+    rotation = rope.at(positions)
+    for token, position in enumerate(positions.tolist()):
+        alone = rope.at(torch.tensor([position])).apply(x[token : token + 1])
+        assert torch.equal(rotation.apply(x)[token], alone[0])
+        assert torch.equal(rotation.apply(x[:, :1])[token], alone[0, :1])
 
 
 def test_where_theta_comes_from() -> None:
