@@ -59,6 +59,32 @@ def test_the_readme_names_no_flag_that_the_server_lacks() -> None:
         assert used <= known, f"{path.name}: {sorted(used - known)}"
 
 
+def test_the_api_page_has_every_error_code() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    sources = [*(ROOT / "server" / "api").glob("*.py"), *(ROOT / "server" / "text").glob("*.py")]
+    codes = {code for path in sources for code in re.findall(r'code="([a-z_]+)"', path.read_text())}
+    assert len(codes) > 10
+    assert {code for code in codes if f"`{code}`" not in text} == set()
+
+
+def test_the_api_page_has_every_field_and_route() -> None:
+    from server.api.wire import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+    text = (ROOT / "docs" / "api.md").read_text()
+    fields = {
+        name
+        for body in (ChatBody, CompletionBody, DetokenizeBody, TokenizeBody)
+        for name in body.model_fields
+    }
+    sources = (ROOT / "server" / "api").glob("*.py")
+    routes = {
+        route for path in sources for route in re.findall(r'@router\.\w+\(\s*"([^"{]+)', path.read_text())
+    }
+    assert "/v1/kv" in routes
+    assert {name for name in fields if name not in text} == set()
+    assert {route for route in routes if route.rstrip("/") not in text} == set()
+
+
 def _help(*command: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "server.cli", *command, "--help"],
