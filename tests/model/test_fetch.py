@@ -206,7 +206,8 @@ def test_a_damaged_folder_is_made_again(
     folder = tmp_path / "models" / "tiny"
     folder.mkdir(parents=True)
     sizes = {"config.json": 2, "model.safetensors": 3}
-    stamp = {"export_version": model.fetch._EXPORT_VERSION, "wheel_sha256": source.wheel_sha256, "files": sizes}
+    version = model.fetch._EXPORT_VERSION
+    stamp = {"export_version": version, "wheel_sha256": source.wheel_sha256, "files": sizes}
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"abc")
     (folder / "headroom.json").write_text(json.dumps(stamp))

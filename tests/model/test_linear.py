@@ -103,9 +103,7 @@ def test_a_machine_that_cannot_pack_runs_plain(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [1, 4, 33])
 @pytest.mark.parametrize("biased", [False, True])
-def test_fp32_products_lose_nothing_to_the_weights_dtype(
-    dtype: torch.dtype, rows: int, biased: bool
-) -> None:
+def test_fp32_products_lose_nothing_to_the_weights_dtype(dtype: torch.dtype, rows: int, biased: bool) -> None:
     x, weight = torch.randn(rows, 576).to(dtype), torch.randn(400, 576).to(dtype)
     bias = torch.randn(400).to(dtype) if biased else None
     for backend in (PLAIN, PACKED) if dtype == torch.bfloat16 else (PLAIN,):
