@@ -84,8 +84,8 @@ def make_checkpoint(
     `kv_heads` None is MHA, spelled null where the family allows it. `rope` is a name of ROPE_KINDS or the
     parameters themselves; `old_rope_keys` writes them as `rope_theta` / `rope_scaling`, as checkpoints before
     transformers 5 do. `window` switches sliding windows on (tokens). `shards` splits the tensors over several
-    files with an index. `config` goes to the transformers config as it is. Norms and biases are random too, so
-    that a loader that drops one is caught. Weights are N(0, std), the same for the same seed.
+    files with an index. `config` goes to the transformers config as it is. Norms and biases are random too,
+    so that a loader that drops one is caught. Weights are N(0, std), the same for the same seed.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
