@@ -70,16 +70,15 @@ def sp_served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smol() -> Path:
     """The folder of the default model, fetched once into the user's cache; skipped where it cannot be had."""
-    from model.fetch import default_cache_dir, resolve_model
+    from model.errors import ModelError
+    from model.fetch import DEFAULT_MODEL, default_cache_dir, resolve_model
 
     try:
-        return resolve_model(
-            "smollm2-135m", cache_dir=default_cache_dir(os.environ), progress=None, hub_endpoint=None
-        )
-    except Exception as error:
-        if "could not download" not in str(error):
+        return resolve_model(DEFAULT_MODEL, cache_dir=default_cache_dir(os.environ))
+    except ModelError as error:
+        if "could not be fetched" not in str(error):
             raise
-        pytest.skip(f"the default model cannot be fetched here: {error}")
+        pytest.skip(f"the default model is not here: {error}")
 
 
 @pytest.fixture(scope="session")
