@@ -150,7 +150,7 @@ def latency_table(measured: Measured) -> Table:
         ("between texts (ITL)", "itl", "ms"),
         ("whole stream", "total", "ms"),
     )
-    for label, name, unit in (*rows, ("output rate of a stream", "rate", "tok/s")):
+    for label, name, unit in (*rows, ("output rate (p50, p1)", "rate", "tok/s")):
         values = measured.values.get(name, [])
         if values:
             # Of a rate, the slow end is the low one.
