@@ -79,7 +79,7 @@ class Engine:
         work = Work(request, self._arrivals, account, self._shape.block_size)
         self._arrivals += 1
         self._works[request.id] = work
-        self._scheduler.add(work.sequences)
+        self._scheduler.add(work)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End one choice, or all, at the start of the next step. What is unknown or over is ignored."""
@@ -217,6 +217,7 @@ class Engine:
         self._scheduler.release(sequence)
         work.unfinished -= 1
         if work.unfinished == 0:
+            self._scheduler.forget(work)
             self._manager.close_account(work.account)
             del self._works[work.request.id]
 
@@ -245,8 +246,7 @@ class Engine:
                     )
         self._works.clear()
         self._aborts.clear()
-        self._scheduler.waiting.clear()
-        self._scheduler.running.clear()
+        self._scheduler.clear()
 
     # ---- what can be asked ----
 
@@ -271,11 +271,11 @@ class Engine:
         return self._manager.blocks(offset, limit)
 
     def stats(self) -> EngineStats:
-        """Numbers as of the last step."""
+        """Numbers as of the last step; O(1), however many wait."""
         return self._counters.snapshot(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            waiting_requests=sum(not work.started for work in self._works.values()),
+            waiting_requests=len(self._scheduler.unstarted),
         )
 
 

@@ -7,13 +7,13 @@ The head of the queue is never skipped: a large request cannot be starved by sma
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
 from cache.manager import CacheManager
-from server.engine.sequence import Sequence
+from server.engine.sequence import Sequence, Work
 from server.engine.stats import Counters
 
 _ORDER = attrgetter("key")
@@ -76,20 +76,33 @@ class Scheduler:
         self._kv_heads = kv_heads
         self.waiting: list[Sequence] = []  # both in order
         self.running: list[Sequence] = []
+        self.unstarted: set[Work] = set()  # none of whose choices has run
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
+    def add(self, work: Work) -> None:
+        """Queue all choices of a request."""
+        self.unstarted.add(work)
+        for sequence in work.sequences:
             insort(self.waiting, sequence, key=_ORDER)
 
     def release(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is. The one place where blocks go back."""
         if sequence.slot is None:
-            self.waiting.remove(sequence)
+            _take_out(self.waiting, sequence)
             return
         self._manager.close(sequence.slot)
         sequence.slot = None
         sequence.computed = 0
-        self.running.remove(sequence)
+        _take_out(self.running, sequence)
+
+    def forget(self, work: Work) -> None:
+        """A request whose choices have all been released."""
+        self.unstarted.discard(work)
+
+    def clear(self) -> None:
+        """Forget everybody; no block goes back, as nobody uses the cache after this."""
+        self.waiting.clear()
+        self.running.clear()
+        self.unstarted.clear()
 
     def plan(self) -> Plan:
         """Decide a step and own the blocks it writes. Every running decode comes first, then running prefills
@@ -128,7 +141,7 @@ class Scheduler:
     def _push_out(self, sequence: Sequence) -> None:
         """Back to the queue, to its own place in the order; what it held is computed again later."""
         self.release(sequence)
-        self.add([sequence])
+        insort(self.waiting, sequence, key=_ORDER)
 
     def _admit(
         self, entries: list[Scheduled], refused: list[tuple[Sequence, Exception]], budget: int
@@ -176,25 +189,46 @@ class Scheduler:
         parent = next((s for s in siblings if s.computed >= shared), None)
         if parent is None and siblings:
             return False  # one of them is in its prefill; sharing it is cheaper than doing it again
-        work = sequence.work
-        if parent is not None:
-            blocks = self._blocks(sequence.length) - shared // self._block_size
-            need = blocks * self._kv_heads[work.request.variant]
-            if need + reserve > self._manager.free_blocks + self._manager.cached_blocks:
-                return False
-            assert parent.slot is not None
-            sequence.slot = self._manager.fork(parent.slot, shared, work.account)
-            sequence.computed = shared
+        if parent is None:
+            opened = self._open_alone(sequence, reserve)
         else:
-            if not self._manager.admissible(sequence.chain, sequence.length, work.request.variant, reserve):
-                return False
-            first = not any(s.ran for s in work.siblings(sequence))
-            opened = self._manager.open(work.account, sequence.chain, sequence.length, recompute=not first)
-            sequence.slot, sequence.computed = opened.slot, opened.cached_tokens
-            if first:
-                self._counters.prompt_tokens += len(sequence.prompt)
-                self._counters.cached_tokens += opened.cached_tokens
-        self.waiting.pop(0)
-        insort(self.running, sequence, key=_ORDER)
-        sequence.ran = work.started = True
+            opened = self._open_beside(sequence, parent, shared, reserve)
+        if opened:
+            _take_out(self.waiting, sequence)
+            insort(self.running, sequence, key=_ORDER)
+            sequence.ran = True
+            self.unstarted.discard(sequence.work)
+        return opened
+
+    def _open_beside(self, sequence: Sequence, parent: Sequence, shared: int, reserve: int) -> bool:
+        """Share the parent's blocks of the first `shared` tokens; a partly filled one will be copied."""
+        work = sequence.work
+        blocks = self._blocks(sequence.length) - shared // self._block_size
+        need = blocks * self._kv_heads[work.request.variant]
+        if need + reserve > self._manager.free_blocks + self._manager.cached_blocks:
+            return False
+        assert parent.slot is not None
+        sequence.slot = self._manager.fork(parent.slot, shared, work.account)
+        sequence.computed = shared
         return True
+
+    def _open_alone(self, sequence: Sequence, reserve: int) -> bool:
+        """Reuse what the prefix index knows. Only a prompt's first admission counts as a hit or a miss."""
+        work = sequence.work
+        if not self._manager.admissible(sequence.chain, sequence.length, work.request.variant, reserve):
+            return False
+        first = not any(s.ran for s in work.siblings(sequence))
+        opened = self._manager.open(work.account, sequence.chain, sequence.length, recompute=not first)
+        sequence.slot, sequence.computed = opened.slot, opened.cached_tokens
+        if first:
+            self._counters.prompt_tokens += len(sequence.prompt)
+            self._counters.cached_tokens += opened.cached_tokens
+        return True
+
+
+def _take_out(line: list[Sequence], sequence: Sequence) -> None:
+    """Remove from a list in order; keys are unique, so this is a search, not a scan."""
+    at = bisect_left(line, sequence.key, key=_ORDER)
+    if line[at : at + 1] != [sequence]:
+        raise RuntimeError(f"choice {sequence.index} of {sequence.work.request.id!r} is not in its line")
+    del line[at]

@@ -29,6 +29,7 @@ class Sequence:
 
     @property
     def prompt(self) -> tuple[int, ...]:
+        """Its prompt's ids."""
         return self.work.request.prompts[self.index // self.work.request.n]
 
     @property
@@ -62,7 +63,7 @@ class Sequence:
 class Work:
     """A request in flight, and the account under which the cache counts what its choices hold."""
 
-    __slots__ = ("account", "arrival", "block_size", "request", "sequences", "started", "unfinished")
+    __slots__ = ("account", "arrival", "block_size", "request", "sequences", "unfinished")
 
     def __init__(self, request: Request, arrival: int, account: int, block_size: int) -> None:
         self.request = request
@@ -71,7 +72,6 @@ class Work:
         self.block_size = block_size  # tokens
         self.sequences = tuple(Sequence(self, i) for i in range(len(request.prompts) * request.n))
         self.unfinished = len(self.sequences)
-        self.started = False  # whether any choice has run
 
     def siblings(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """The choices with the same prompt, itself included."""

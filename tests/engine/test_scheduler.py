@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -202,3 +204,31 @@ def test_limits_are_checked(small: Path) -> None:
     engine.add(request)
     with pytest.raises(ValueError, match="in flight already"):
         engine.add(request)
+
+
+def test_a_step_never_walks_the_queue(small: Path) -> None:
+    """Requests wait by the thousand: steps, numbers, arrivals and aborts cost the same as without them."""
+
+    class Line(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("somebody walks the queue")
+
+        index = remove = count = __contains__ = __iter__  # type: ignore[assignment]
+
+    class Books(dict):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("somebody walks the requests")
+
+        items = values = keys = __iter__  # type: ignore[assignment]
+
+    engine = fp32_engine(small, max_num_seqs=2)[0]
+    engine._scheduler.waiting, engine._works = Line(), Books()
+    requests = [greedy_request(prompt_of(6, i % 50), 3) for i in range(300)]
+    for number, request in enumerate(requests):
+        engine.add(request)
+        assert engine.stats().waiting_requests == number + 1
+    engine.abort(requests[200].id)
+    for _ in range(20):
+        engine.step()
+    assert engine.stats().waiting_requests == engine.stats().waiting < 290
+    assert engine.stats().finished_abort == 1
