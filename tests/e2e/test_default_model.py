@@ -61,6 +61,7 @@ def test_greedy_ids_in_one_batch(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_greedy_ids_against_generation(
     reference: Reference, asked: dict[str, list[int]], answers: dict[str, list[int]]
 ) -> None:
