@@ -21,18 +21,6 @@ from tests.support.tensors import all_tensors, assert_equals_files, load, plain,
 PREFIX = "model.layers.1."
 
 
-@pytest.fixture
-def copied(tiny: Callable[..., Path], tmp_path: Path) -> Path:
-    """A one-file checkpoint that the test may change."""
-    return shutil.copytree(tiny(), tmp_path / "one")
-
-
-@pytest.fixture
-def sharded(tiny: Callable[..., Path], tmp_path: Path) -> Path:
-    """A checkpoint of several files that the test may change."""
-    return shutil.copytree(tiny(shards=True), tmp_path / "many")
-
-
 @pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
 @pytest.mark.parametrize(
     "arguments",

@@ -1,0 +1,21 @@
+"""Checkpoint folders that a test of this room may change."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def copied(tiny: Callable[..., Path], tmp_path: Path) -> Path:
+    """A one-file checkpoint that the test may change."""
+    return shutil.copytree(tiny(), tmp_path / "one")
+
+
+@pytest.fixture
+def sharded(tiny: Callable[..., Path], tmp_path: Path) -> Path:
+    """A checkpoint of several files that the test may change."""
+    return shutil.copytree(tiny(shards=True), tmp_path / "many")
