@@ -7,5 +7,4 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]

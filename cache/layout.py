@@ -44,11 +44,6 @@ class KVLayout:
         return self.groups[0].head_dim
 
     @property
-    def kv_heads(self) -> int:
-        """KV heads of the checkpoint as it is."""
-        return self.groups[0].kv_heads
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of one physical block: 2 * L * B * D * itemsize."""
         return 2 * self.num_layers * self.block_size * self.head_dim * self.dtype.itemsize

@@ -153,7 +153,7 @@ class CacheManager:
         token would be written into is replaced by a copy (see `take_copies`). False: no room.
         """
         sequence = self._slot(slot)
-        fresh = max(-(-num_tokens // self._block_size) - sequence.blocks, 0)
+        fresh = max(self.state.layout.logical_blocks(num_tokens) - sequence.blocks, 0)
         shared = shared_tail(self.state, slot, sequence) if num_tokens > sequence.tokens else -1
         if fresh == 0 and shared < 0:
             return True
@@ -200,7 +200,7 @@ class CacheManager:
                 f"slot {slot} has {parent.tokens} tokens of variant {parent.variant}; "
                 f"cannot fork {num_tokens} of variant {owner.variant}"
             )
-        count = -(-num_tokens // self._block_size)
+        count = self.state.layout.logical_blocks(num_tokens)
         published = min(parent.published, num_tokens // self._block_size)
         number = self._take_slot(Slot(account, parent.heads, parent.variant, count, num_tokens, published))
         if count:
