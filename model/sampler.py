@@ -1,9 +1,7 @@
 """Step 7 of a request's trip: logits become ids. A pure function of (logits, parameters, u).
 
-Every row owns a number `u` in [0, 1), hashed from (seed, choice, output position), and takes the first
-token whose running probability, in descending order, exceeds it. So a seed's answer does not depend on the
-row's slot, its batch mates, a preemption or the device. Greedy rows take the largest logit. Ties go to the
-lowest id.
+Every row owns a number `u` in [0, 1) (`model/randomness.py`), and takes the first token whose running
+probability, in descending order, exceeds it. Greedy rows take the largest logit. Ties go to the lowest id.
 
 Filters keep a prefix of that order: `top_k` first, then `top_p` (the smallest prefix that reaches that share
 of what top_k left), then `min_p` (tokens at least that share as likely as the best). The order and the sets
@@ -197,27 +195,3 @@ def _kept(
     rank = torch.arange(width, dtype=torch.int64, device=weight.device)
     keep = (rank < top_k) & ((before < top_p * mass) | (top_p >= 1)) & (weight >= min_p)
     return torch.where(uncut, width, keep.sum(-1, keepdim=True).clamp(min=1)), uncut
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def uniform(
-    seeds: npt.NDArray[np.uint64], choices: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
-) -> FloatArray:
-    """`u` in [0, 1), fp64 `[S]`, for each (seed, choice, output position): the same on every machine.
-
-    A counter-based hash: each number is added, times the golden-ratio increment, and mixed by splitmix64's
-    finaliser (Steele, Lea, Flood 2014); the upper 53 bits make the fraction.
-    """
-    with np.errstate(over="ignore"):
-        state = _mix(seeds.astype(np.uint64) + _GOLDEN)
-        state = _mix(state + (choices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-        state = _mix(state + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from model.attention.base import AttentionMeta, IntArray
 from model.heads import Segment, Variant
-from model.sampler import SamplingBatch, make_sampling, uniform
+from model.randomness import uniform
+from model.sampler import SamplingBatch, make_sampling
 from server.engine.scheduler import Scheduled
 
 Int64Array = npt.NDArray[np.int64]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.sampler import make_sampling, sample, uniform
+from model.randomness import uniform
+from model.sampler import make_sampling, sample
 from server.engine.request import FinishReason, Request, SamplingParams
 from tests.engine.conftest import Oracle
 from tests.support.driving import fp32_engine, greedy_request, run
