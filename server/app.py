@@ -17,8 +17,9 @@ from cache.report import usage
 from model.fetch import ALIASES
 from server import __version__
 from server.config import ModelOptions, ServeOptions
-from server.engine.build import EngineFacts, EngineOptions, VariantFacts, build_engine
+from server.engine.build import build_engine
 from server.engine.engine import Engine
+from server.engine.facts import EngineFacts, VariantFacts
 from server.engine.request import KVPeak
 from server.text.chat import ChatTemplate
 from server.text.defaults import sampling_defaults
@@ -56,7 +57,7 @@ def load(options: ModelOptions, folder: Path, meanwhile: Callable[[], object] | 
         torch.set_num_threads(options.threads)
     with ThreadPoolExecutor(1, "words") as pool:
         words = pool.submit(_load_words, folder, meanwhile)
-        engine, facts = build_engine(_engine_options(options), folder)
+        engine, facts = build_engine(options.engine, folder)
         tokenizer, chat = words.result()
     name = options.served_name or model_name(options.model, folder)
     return Loaded(
@@ -143,20 +144,6 @@ def _card(loaded: Loaded, variant: VariantFacts) -> ModelCard:
         group=variant.group,
         bytes_per_token=variant.bytes_per_token,
         lossy=variant.kv_heads < loaded.facts.kv_heads,
-    )
-
-
-def _engine_options(options: ModelOptions) -> EngineOptions:
-    return EngineOptions(
-        device=options.device,
-        dtype=options.dtype,
-        kv_memory=options.kv_memory,
-        kv_fraction=options.kv_fraction,
-        block_size=options.block_size,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        max_batch_tokens=options.max_batch_tokens,
-        prefix_cache=options.prefix_cache,
     )
 
 

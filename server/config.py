@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from server.engine.options import EngineOptions
+
 _UNITS = {
     "": 1,
     "K": 10**3,
@@ -21,25 +23,14 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model to load and how; `auto` and None are decided when it is loaded.
-
-    `kv_memory` in bytes; `max_model_len` and `max_batch_tokens` in tokens; `threads` for CPU arithmetic.
-    """
+    """Which model to load and how; `threads` for CPU arithmetic, None is one for each core."""
 
     model: str
     cache_dir: Path
     served_name: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_memory: int | None = None
-    kv_fraction: float | None = None
-    block_size: int = 16
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_batch_tokens: int = 512
-    prefix_cache: bool = True
     threads: int | None = None
     hub_endpoint: str | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from server.commands.arguments import Group, Parser, count, key, name, names, number, size
 from server.config import ModelOptions, SamplingChoice, ServeOptions
+from server.engine.options import EngineOptions
 
 DEFAULT_MODEL = "smollm2-135m"
+_ENGINE = EngineOptions()  # the defaults
 MODEL_HELP = f"a folder, a hub id (organisation/model) or the alias {DEFAULT_MODEL} (the default)"
 
 
@@ -71,7 +73,7 @@ def _add_cache(cache: Group) -> None:
     cache.add_argument(
         "--block-size",
         type=count(1),
-        default=16,
+        default=_ENGINE.block_size,
         metavar="N",
         help="tokens in a block (default: %(default)s)",
     )
@@ -90,16 +92,15 @@ def _add_batching(batch: Group) -> None:
     batch.add_argument(
         "--max-num-seqs",
         type=count(1),
-        default=64,
+        default=_ENGINE.max_num_seqs,
         metavar="N",
         help="sequences in a step (default: %(default)s)",
     )
     batch.add_argument(
         "--max-batch-tokens",
         type=count(1),
-        default=512,
         metavar="N",
-        help="tokens in a step, at least --max-num-seqs (default: %(default)s)",
+        help="tokens in a step, at least --max-num-seqs (default: 256 on a CPU, 2048 on a GPU)",
     )
 
 
@@ -141,7 +142,7 @@ def _add_door(door: Group) -> None:
 def _add_life(work: Group) -> None:
     work.add_argument(
         "--max-queued",
-        type=count(0),
+        type=count(1),
         default=256,
         metavar="N",
         help="requests that may wait; more get 429 (default: %(default)s)",
@@ -196,17 +197,19 @@ def model_options(args: argparse.Namespace, env: Mapping[str, str], cache_dir: P
         model=args.model or DEFAULT_MODEL,
         cache_dir=cache_dir,
         served_name=getattr(args, "served_model_name", None),
-        device=args.device,
-        dtype=args.dtype,
-        kv_memory=args.kv_memory,
-        kv_fraction=args.kv_fraction,
-        block_size=args.block_size,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_batch_tokens=args.max_batch_tokens,
-        prefix_cache=not args.no_prefix_cache,
         threads=args.threads,
         hub_endpoint=env.get("HF_ENDPOINT") or None,
+        engine=EngineOptions(
+            device=args.device,
+            dtype=args.dtype,
+            kv_memory=args.kv_memory,
+            kv_fraction=args.kv_fraction,
+            block_size=args.block_size,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_batch_tokens=args.max_batch_tokens,
+            prefix_cache=not args.no_prefix_cache,
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from server import __version__
 from server.config import format_bytes
-from server.engine.build import EngineFacts
+from server.engine.facts import EngineFacts
 
 _WIDTH = 110  # where standard output is no terminal and so has no width of its own
 

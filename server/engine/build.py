@@ -26,41 +26,13 @@ from server.engine.errors import ConfigError
 from server.engine.facts import EngineFacts, VariantFacts
 from server.engine.measure import room_on_gpu
 from server.engine.memory import free_memory
+from server.engine.options import EngineOptions
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits
 from server.engine.sizing import Context, PoolSize, fit_context, size_pool
 
-__all__ = ["EngineFacts", "EngineOptions", "VariantFacts", "build_engine"]
-
-
 CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What a user may turn; `auto` and None are resolved by `build_engine`, once.
-
-    `device`: auto, cpu or cuda. `dtype`: auto, bfloat16, float16 or float32 (weights and cache).
-    `kv_memory` in bytes, or `kv_fraction` (0, 1] of what is free; at most one of them.
-    `block_size`, `max_model_len`, `max_batch_tokens` in tokens. `variants` are the attention modes to serve,
-    the checkpoint's own if empty.
-
-    `max_batch_tokens` None is 256 on a CPU, where a larger step is no faster and holds up whoever decodes
-    (SmolLM2 on 2 cores: 1,230 prompt tokens/s at 256 and 1,200 at 512, in steps of 0.2 and 0.4 s), and 2048
-    on a GPU; or `max_num_seqs` if that is more.
-    """
-
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_memory: int | None = None
-    kv_fraction: float | None = None
-    block_size: int = 16
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_batch_tokens: int | None = None
-    prefix_cache: bool = True
-    variants: tuple[Variant, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from server import cli
 from server.commands import flags
 from server.commands.arguments import Parser
 from server.config import ServeOptions
+from server.engine.options import EngineOptions
 from tests.support.command import ROOT, check_one_line, headroom
 
 
@@ -90,7 +91,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options == ServeOptions(model=options.model)
     assert options.model.model == "smollm2-135m"
     assert options.model.cache_dir == Path("/some/where/headroom")
-    assert options.model.kv_memory is None
+    assert options.model.engine == EngineOptions()
 
 
 def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,20 +106,20 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     words += " --grace 1.5 --log-level debug"
     options = served(monkeypatch, *words.split(), HEADROOM_API_KEY="k3", HF_ENDPOINT="http://hub")
-    model = options.model
-    assert (model.model, model.device, model.dtype, model.kv_memory) == (
+    model, engine = options.model, options.model.engine
+    assert (model.model, engine.device, engine.dtype, engine.kv_memory) == (
         "a/folder",
         "cpu",
         "float32",
         3 * 2**29,
     )
-    assert (model.block_size, model.max_model_len, model.max_num_seqs, model.max_batch_tokens) == (
+    assert (engine.block_size, engine.max_model_len, engine.max_num_seqs, engine.max_batch_tokens) == (
         8,
         100,
         3,
         64,
     )
-    assert (model.prefix_cache, model.threads, model.served_name, model.hub_endpoint) == (
+    assert (engine.prefix_cache, model.threads, model.served_name, model.hub_endpoint) == (
         False,
         2,
         "m",
@@ -155,6 +156,7 @@ BAD_WORDS = [
     (["serve", "--block-size", "0"], "at least 1"),
     (["serve", "--device", "tpu"], "'tpu'"),
     (["serve", "--grace", "-1"], "--grace"),
+    (["serve", "--max-queued", "0"], "at least 1"),
     (["serve", "--api-key", " "], "--api-key"),
     (["serve", "--served-model-name", "a\nb"], "printable"),
     (["generate"], "PROMPT"),

@@ -12,9 +12,10 @@ import torch
 from model.errors import ModelError
 from model.heads import NativeHeads, RepeatHeads, Variant
 from server.engine import build, device
-from server.engine.build import EngineOptions, build_engine
+from server.engine.build import build_engine
 from server.engine.device import choose_device, choose_dtype, cpu_flags
 from server.engine.errors import ConfigError
+from server.engine.options import EngineOptions
 from server.engine.sizing import size_pool, spell_bytes
 from tests.support.driving import fp32_engine
 from tests.support.engines import manager_of

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from server.engine.build import EngineFacts, EngineOptions, build_engine
+from server.engine.build import build_engine
 from server.engine.engine import Engine
+from server.engine.facts import EngineFacts
+from server.engine.options import EngineOptions
 from server.engine.request import FinishReason, KVPeak, Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

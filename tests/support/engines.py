@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cache.manager import CacheManager
-from server.engine.build import EngineFacts
 from server.engine.engine import Engine
+from server.engine.facts import EngineFacts
 from server.engine.request import Request
 from tests.support.driving import Answer, fp32_engine, run
 

@@ -181,12 +181,13 @@ def running(
 
 @contextlib.contextmanager
 def inside(folder: Path, max_queued: int = 256, **options: Any) -> Iterator[Served]:
-    """The application over `folder`, in fp32; `options` are fields of `server.config.ModelOptions`."""
+    """The application over `folder`, in fp32; `options` are fields of `EngineOptions`."""
     from server.app import load
     from server.config import ModelOptions
+    from server.engine.options import EngineOptions
 
-    settings = {"dtype": "float32", "kv_memory": 8 << 20, "cache_dir": folder} | options
-    loaded = load(ModelOptions(model=str(folder), **settings), folder)
+    engine = EngineOptions(**{"dtype": "float32", "kv_memory": 8 << 20} | options)
+    loaded = load(ModelOptions(str(folder), folder, engine=engine), folder)
     started: Future[tuple[str, Callable[[], None]]] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve_inside(loaded, max_queued, started)))
     thread.start()
