@@ -69,6 +69,7 @@ class Account:
 
     @property
     def peak(self) -> Peak:
+        """The account at the most blocks it has held, as last brought up to date."""
         return Peak(self.peak_blocks, self.peak_exclusive, self.peak_tokens, self.cached_tokens)
 
 

@@ -37,10 +37,12 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
+        """Layers of all groups together (L)."""
         return sum(len(group.layers) for group in self.groups)
 
     @property
     def head_dim(self) -> int:
+        """Elements of one key or value vector (D)."""
         return self.groups[0].head_dim
 
     @property

@@ -70,10 +70,12 @@ class CacheManager:
 
     @property
     def total(self) -> int:
+        """Physical blocks of the pool, the scratch block not counted."""
         return self.state.store.total
 
     @property
     def free_blocks(self) -> int:
+        """Held by nobody and unknown to the prefix index."""
         return self.state.store.free
 
     @property

@@ -1,4 +1,7 @@
-"""The arena: all K and V of all sequences in one allocation, and the views attention reads."""
+"""The arena: all K and V of all sequences in one allocation, and the views attention reads.
+
+Paged as in PagedAttention (arXiv 2309.06180), except that a block holds one KV head (`cache/layout.py`).
+"""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ class KVUsage:
     saved_ratio: float
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields by name, for JSON."""
         return asdict(self)
 
 
@@ -142,6 +143,7 @@ class CacheReport:
     audit: Audit
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields by name, for JSON."""
         return asdict(self)
 
 
@@ -163,4 +165,5 @@ class BlockPage:
     tokens: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields by name, for JSON."""
         return asdict(self)

@@ -48,6 +48,7 @@ class Samples:
         self.users = count()
 
     def save(self, path: str) -> None:
+        """Write everything to one JSON file."""
         content = {"values": self.values, "failures": self.failures, "refused": self.refused}
         Path(path).write_text(json.dumps(content))
 
@@ -73,6 +74,7 @@ class StreamUser(FastHttpUser):
     connection_timeout = 10.0
 
     def on_start(self) -> None:
+        """Called by locust once for each user: its own model name and supply of prompts."""
         # Otherwise an error's connection is closed before its message can be read; `ask` judges the status.
         self.client.client.valid_response_codes = frozenset(range(200, 600))
         options = self.environment.parsed_options
@@ -159,6 +161,7 @@ class ChatUser(StreamUser):
 
     @task
     def converse(self) -> None:
+        """One conversation; given up at the first answer that fails."""
         messages = [{"role": "system", "content": SYSTEM}]
         for _ in range(self.prompts.turns()):
             ask = self.prompts.chat()
@@ -176,6 +179,7 @@ class CompletionUser(StreamUser):
 
     @task
     def complete(self) -> None:
+        """One text, gone on with."""
         ask = self.prompts.completion()
         self.ask("/v1/completions", "completion", {"prompt": ask.text}, ask)
 

@@ -19,7 +19,8 @@ from model.weights import LayerWeights, ModelWeights
 
 
 class Decoder:
-    """A pre-norm transformer of attention and gated MLP; its weights are read and never written."""
+    """A pre-norm transformer (Llama, arXiv 2302.13971): RMSNorm (arXiv 1910.07467), attention under RoPE, a
+    SwiGLU MLP (arXiv 2002.05202). Its weights are read and never written."""
 
     def __init__(
         self,

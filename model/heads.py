@@ -1,5 +1,8 @@
 """Head maps: how one checkpoint serves several numbers of KV heads from one copy of its weights.
 
+MHA has a KV head for each query head (arXiv 1706.03762), MQA one for all (arXiv 1911.02150), GQA one for each
+group of them (arXiv 2305.13245).
+
 Every variant runs the native projections; its head map turns the native q, k, v (after bias and
 q/k norm, before RoPE) into the variant's own, position-encoded, before they reach the cache, and
 may own the output projection after attention. Nothing else in the decoder knows the mode.
@@ -20,7 +23,9 @@ class HeadMap(Protocol):
     """The seam between the native projections and one attention mode."""
 
     @property
-    def kv_heads(self) -> int: ...
+    def kv_heads(self) -> int:
+        """KV heads of the mode: how many rows a sequence has in the cache."""
+        ...
 
     @property
     def owns_output(self) -> bool:
@@ -51,9 +56,11 @@ class NativeHeads:
     def qkv(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `HeadMap.qkv`."""
         return rotation.apply(q), rotation.apply(k), v
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
+        """See `HeadMap.out`."""
         return o_proj(attended)
 
 
@@ -67,11 +74,13 @@ class RepeatHeads:
     def qkv(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `HeadMap.qkv`."""
         times = self.kv_heads // k.shape[1]
         k = rotation.apply(k).repeat_interleave(times, dim=1)  # [T, Hkv, D] -> [T, kv_heads, D]
         return rotation.apply(q), k, v.repeat_interleave(times, dim=1)
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
+        """See `HeadMap.out`."""
         return o_proj(attended)
 
 
@@ -84,6 +93,7 @@ class Variant:
 
     @property
     def kv_heads(self) -> int:
+        """KV heads of the mode."""
         return self.head_map.kv_heads
 
 

@@ -26,7 +26,9 @@ class Linear(Protocol):
         ...
 
     @property
-    def out_features(self) -> int: ...
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        ...
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +44,9 @@ class LinearBackend(Protocol):
     """Makes `Linear`s; chosen once per device and dtype."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What reports and the start table call it."""
+        ...
 
     @property
     def reason(self) -> str:
@@ -65,9 +69,11 @@ class PlainLinear:
     bias: Tensor | None  # [out]
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear.__call__`."""
         return F.linear(x, self.weight, self.bias)
 
     def fp32(self, x: Tensor) -> Tensor:
+        """See `Linear.fp32`."""
         if x.dtype == torch.float32:
             return self(x)
         # Products sum in fp32 and are rounded once, at the end. A second pass starts from minus the rounded
@@ -79,13 +85,16 @@ class PlainLinear:
 
     @property
     def out_features(self) -> int:
+        """See `Linear.out_features`."""
         return self.weight.shape[0]
 
     @property
     def nbytes(self) -> int:
+        """See `Linear.nbytes`."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def shares(self, tensor: Tensor) -> bool:
+        """See `Linear.shares`."""
         return self.weight.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
@@ -97,6 +106,7 @@ class PlainBackend:
     name: str = "torch"
 
     def pack(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> Linear:
+        """See `LinearBackend.pack`."""
         return PlainLinear(weight, bias)
 
 
@@ -108,10 +118,12 @@ class PackedLinear:
     bias: Tensor | None  # [out]
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear.__call__`."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return product
 
     def fp32(self, x: Tensor) -> Tensor:
+        """See `Linear.fp32`."""
         rounded = self(x)  # and a second pass for what rounding took, as in PlainLinear
         lost: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             x, rounded.neg(), self.weight, self.bias, "add"
@@ -120,13 +132,16 @@ class PackedLinear:
 
     @property
     def out_features(self) -> int:
+        """See `Linear.out_features`."""
         return self.weight.shape[0]
 
     @property
     def nbytes(self) -> int:
+        """See `Linear.nbytes`."""
         return self.weight.numel() * self.weight.itemsize + (0 if self.bias is None else self.bias.nbytes)
 
     def shares(self, tensor: Tensor) -> bool:
+        """See `Linear.shares`."""
         return False
 
 
@@ -141,6 +156,7 @@ class PackedBackend:
     name: str = "onednn-packed"
 
     def pack(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> Linear:
+        """See `LinearBackend.pack`."""
         if shared:
             return PlainLinear(weight, bias)
         return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias)

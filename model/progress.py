@@ -21,7 +21,7 @@ class Silent:
     """A Progress that draws nothing."""
 
     def start(self, label: str, total: int | None) -> None:
-        pass
+        """Nothing."""
 
     def update(self, done: int) -> None:
-        pass
+        """Nothing."""

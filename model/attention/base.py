@@ -1,5 +1,6 @@
 """What a decoder asks of an attention backend, and what a backend may know of a step.
 
+Blocks and tables are those of PagedAttention (arXiv 2309.06180), but a block belongs to one KV head.
 Attention sees **rows**. A row is one (sequence, KV head): a list of block ids and a length, read by
 the `G` query heads of its group. Rows of different attention modes sit in the same step.
 
@@ -23,10 +24,14 @@ class LayerKV(Protocol):
     """One layer's view of the arena; `N` counts every block, the scratch block included."""
 
     @property
-    def k(self) -> Tensor: ...  # [N, B, D]
+    def k(self) -> Tensor:
+        """Keys `[N, B, D]`."""
+        ...
 
     @property
-    def v(self) -> Tensor: ...  # [N, B, D]
+    def v(self) -> Tensor:
+        """Values `[N, B, D]`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,8 @@ class AttentionMeta:
     token-major, heads inner.
 
     `row_tables` is the persistent device table `[max_rows, max_blocks]`; row `r` of the step reads
-    `row_tables[row_slot[r]]`. Entries past the row's length are 0 and are never read.
+    `row_tables[row_slot[r]]`. Entries past the row's length name blocks that are not the row's (0, or what
+    an earlier row of that slot held): a backend that gathers them has to mask what it got, NaN included.
     `host_*` are host copies for code that must decide shapes without a device round trip.
     """
 
@@ -76,14 +82,18 @@ class AttentionBackend(Protocol):
     """Reads and writes one arena layout (K and V as `[B, D]` per block)."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What reports and the start table call it."""
+        ...
 
     @property
     def reason(self) -> str:
         """Why this backend was chosen, in a few words for the start table."""
         ...
 
-    def begin(self, meta: AttentionMeta) -> AttentionStep: ...
+    def begin(self, meta: AttentionMeta) -> AttentionStep:
+        """What the step needs in every layer, worked out once."""
+        ...
 
     def write(self, k: Tensor, v: Tensor, layer: LayerKV, slots: Tensor) -> None:
         """The only writer of tokens: k, v `[N, D]` into slots `[N]` int64 (block id * B + offset)."""

@@ -53,6 +53,8 @@ class PrefillPart:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """The gathers of one step for the layers of one window."""
+
     decodes: tuple[DecodeChunk, ...]
     prefills: tuple[PrefillPart, ...]
 

@@ -26,6 +26,7 @@ class ReferenceAttention:
         self._device = device
 
     def begin(self, meta: AttentionMeta) -> AttentionStep:
+        """See `AttentionBackend.begin`."""
         return _ReferenceStep(self, meta, self._device)
 
     def write(self, k: Tensor, v: Tensor, layer: LayerKV, slots: Tensor) -> None:
