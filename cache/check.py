@@ -7,7 +7,6 @@ import numpy as np
 from cache.arrays import Bools, Int32
 from cache.chain import ROOT_BYTES
 from cache.errors import CacheError
-from cache.snapshot import live_blocks
 from cache.state import CacheState, holding
 
 
@@ -78,7 +77,7 @@ def _check_holders(state: CacheState) -> None:
     _require((np.bincount(sources, minlength=capacity) == store.pins).all(), "pins count the planned copies")
     for destination in state.copies.sources:
         _require(store.refs[destination] > 0, "a copy goes into a block that is held")
-    live, published, used = live_blocks(state), state.index.serial > 0, store.heads > 0
+    live, published, used = state.live(), state.index.serial > 0, store.heads > 0
     _require((used == (live | published)).all(), "a block in use is held or published")
     cached = published & ~live
     _require(int(store.heads[cached].sum()) == state.index.cached, "cached blocks are counted")

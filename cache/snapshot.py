@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cache.accounts import Account, fill_of
-from cache.arrays import Bools, Int32, Int64
+from cache.arrays import Int32, Int64
 from cache.pool import KVPool
 from cache.report import (
     Amount,
@@ -60,7 +60,7 @@ def block_page(state: CacheState, offset: int, limit: int) -> BlockPage:
     first = min(max(offset, 0), store.total)
     page = owner[first : first + max(limit, 0)]
     heads = head[first : first + len(page)]
-    live, tokens, holders = live_blocks(state), filled(state), _holders(state, page)
+    live, tokens, holders = state.live(), filled(state), _holders(state, page)
     taken = page >= 0
     return BlockPage(
         offset=first,
@@ -74,12 +74,6 @@ def block_page(state: CacheState, offset: int, limit: int) -> BlockPage:
     )
 
 
-def live_blocks(state: CacheState) -> Bools:
-    """Which logical blocks a sequence or a planned copy holds."""
-    live: Bools = (state.store.refs > 0) | (state.store.pins > 0)
-    return live
-
-
 def filled(state: CacheState) -> Int64:
     """Tokens in each logical block, as far as anybody who holds it knows."""
     fill = np.where(state.index.serial > 0, state.layout.block_size, 0)
@@ -90,7 +84,7 @@ def filled(state: CacheState) -> Int64:
 
 
 def _variants(state: CacheState, q_heads: int) -> tuple[VariantReport, ...]:
-    live = live_blocks(state)
+    live = state.live()
     variant, fill = state.store.variant[live], filled(state)[live]
     reports = []
     for number, spec in enumerate(state.variants):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cache.accounts import Account, AccountBook, Holding, measure
-from cache.arrays import Int32
+from cache.arrays import Bools, Int32
 from cache.blocks import BlockAllocator
 from cache.copies import CopyPlan
 from cache.errors import CacheError
@@ -58,6 +58,11 @@ class CacheState:
     def held(self, number: int, slot: Slot) -> Int32:
         """The logical blocks of an open slot, in token order (a view)."""
         return self.tables.blocks[number, : slot.blocks]
+
+    def live(self) -> Bools:
+        """Which logical blocks a sequence or a planned copy holds, `[capacity]`."""
+        live: Bools = (self.store.refs > 0) | (self.store.pins > 0)
+        return live
 
 
 def new_state(

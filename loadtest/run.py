@@ -172,12 +172,11 @@ def totals_table(measured: Measured, peak: dict[str, Any] | None) -> Table:
         table.add_row("peak live cache", "never seen: /v1/kv gave no answer")
         return table
     pool, variants = peak["pool"], peak["variants"]
-    waste = sum(variant["tail_waste_bytes"] for variant in variants)
     live = live_bytes(peak)
     table.add_row(
         "peak live cache", f"{mib(live)}, {live / pool['bytes']:.1%} of the pool of {mib(pool['bytes'])}"
     )
-    table.add_row("  of it tail waste", mib(waste))
+    table.add_row("  of it tail waste", mib(peak["tail_waste_bytes"]))
     table.add_row("  as MHA it were", mib(sum(variant["mha_equivalent_bytes"] for variant in variants)))
     return table
 
