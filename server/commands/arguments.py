@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from typing import NoReturn
 
-from server.config import parse_size
+from server.engine.units import parse_size
 
 Group = argparse._ArgumentGroup  # what `add_argument_group` returns; argparse has no public name for it
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from server.app import Loaded, kv_usage
-from server.config import SamplingChoice, format_bytes
+from server.config import SamplingChoice
 from server.engine.request import FinishReason
 from server.engine.service import EngineService
+from server.engine.units import format_bytes
 from server.text.asks import ChatAsk, CompletionAsk, SamplingAsk
 from server.text.generate import ChoiceDelta, Done, generate
 from server.text.prepare import Prepared, Preparer

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from server import __version__
-from server.config import format_bytes
 from server.engine.facts import EngineFacts
+from server.engine.units import format_bytes
 
 _WIDTH = 110  # where standard output is no terminal and so has no width of its own
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cache.layout import KVLayout
 from model.heads import Variant
 from server.engine.errors import ConfigError
+from server.engine.units import format_bytes
 
 DEFAULT_POOL = 2 << 30  # bytes, at most, on a CPU
 DEFAULT_FRACTION = 0.9  # of what a GPU has left
@@ -44,9 +45,9 @@ def size_pool(kv_memory: int | None, kv_fraction: float | None, free: int, on_gp
         if not 0 < fraction <= 1:
             raise ConfigError(f"--kv-fraction {fraction}: must be above 0 and at most 1")
         left = "free after the weights and the largest step" if on_gpu else "free memory"
-        return PoolSize(int(free * fraction), f"{fraction:g} of the {spell_bytes(free)} {left}")
+        return PoolSize(int(free * fraction), f"{fraction:g} of the {format_bytes(free)} {left}")
     if free // 4 < DEFAULT_POOL:
-        return PoolSize(free // 4, f"a quarter of the {spell_bytes(free)} of free memory")
+        return PoolSize(free // 4, f"a quarter of the {format_bytes(free)} of free memory")
     return PoolSize(DEFAULT_POOL, "the default on a CPU")
 
 
@@ -63,9 +64,9 @@ def fit_context(
     if fits == 0:
         need = first.kv_heads * layout.block_bytes
         raise ConfigError(
-            f"the KV pool of {spell_bytes(pool.nbytes)} ({pool.reason}) cannot hold a single block of "
-            f"{layout.block_size} tokens, which takes {spell_bytes(need)}; give at least --kv-memory {need}, "
-            f"or a smaller --block-size"
+            f"the KV pool of {format_bytes(pool.nbytes)} ({pool.reason}) cannot hold a single block of "
+            f"{layout.block_size} tokens, which takes {format_bytes(need)}; "
+            f"give at least --kv-memory {need}, or a smaller --block-size"
         )
     if asked is not None:
         _check_asked(asked, model_limit, fits, layout, pool, first)
@@ -97,17 +98,7 @@ def _check_asked(
     if asked > fits:
         need = layout.physical_blocks(asked, variant.kv_heads) * layout.block_bytes
         raise ConfigError(
-            f"--max-model-len {asked} needs a KV pool of {spell_bytes(need)} and there are "
-            f"{spell_bytes(pool.nbytes)} ({pool.reason}); the largest that fits is {fits}: lower "
+            f"--max-model-len {asked} needs a KV pool of {format_bytes(need)} and there are "
+            f"{format_bytes(pool.nbytes)} ({pool.reason}); the largest that fits is {fits}: lower "
             f"--max-model-len, or raise --kv-memory to {need}"
         )
-
-
-def spell_bytes(nbytes: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    amount = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.4g} {unit}"
-        amount /= 1024
-    return f"{amount:.4g} TiB"

