@@ -83,6 +83,7 @@ class Generation:
         self._kv = KVPeak(blocks=0, exclusive=0, tokens=0, cached_tokens=0)
         self._choices = [_Choice(prepared, tokenizer) for _ in range(prepared.num_choices)]
         self._running = 0 if stream is None else len(self._choices)
+        self._failure: GenerationError | None = None  # raised once what came before it has been taken
         self._items: deque[ChoiceDelta | Done] = deque()
         end = FinishReason.LENGTH if stream is None else None
         for index in range(len(self._choices)):
@@ -96,22 +97,30 @@ class Generation:
         return self
 
     async def __anext__(self) -> ChoiceDelta | Done:
-        """Raises GenerationError if the engine gave up on a choice (the rest is aborted)."""
+        """Raises GenerationError if the engine gave up on a choice (the rest is aborted), after all that came
+        before it."""
         while not self._items:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
             if self._stream is None:
                 raise StopAsyncIteration
             try:
-                events = await anext(self._stream)
+                await self._hand_over(await anext(self._stream))
             except StopAsyncIteration:
-                await self.aclose()
-                raise GenerationError("The engine ended this answer before it was complete.") from None
-            await self._hand_over(events)
+                self._failure = GenerationError("The engine ended this answer before it was complete.")
+                await self._leave()
         return self._items.popleft()
 
     async def aclose(self) -> None:
         """Aborts whatever still runs; safe to call twice, and after the end."""
-        stream, self._stream = self._stream, None
         self._items.clear()
+        self._failure = None
+        await self._leave()
+
+    async def _leave(self) -> None:
+        """Ends the stream. Whatever still runs is aborted."""
+        stream, self._stream = self._stream, None
         if stream is None:
             return
         if self._running:
@@ -119,15 +128,15 @@ class Generation:
         await stream.aclose()
 
     async def _hand_over(self, events: Iterable[TokenEvent]) -> None:
-        """One step's events to at most one delta a choice, and Done after the last choice's end."""
+        """One step's events to at most one delta a choice, then Done or the failure, if it was the last."""
         changed: dict[int, _Choice] = {}
         for event in events:
             choice = self._choices[event.index]
             if choice.ended:
                 continue  # drawn, or aborted, after the stop string
             if event.finish is FinishReason.ERROR:
-                await self.aclose()
-                raise GenerationError(event.error or "The engine failed on this answer.")
+                self._failure = GenerationError(event.error or "The engine failed on this answer.")
+                continue
             self._kv = event.kv
             changed[event.index] = choice
             if choice.take(event):
@@ -135,9 +144,10 @@ class Generation:
                 if event.finish is None:
                     self._service.abort(self._prepared.request_id, event.index)
         self._items.extend(choice.delta(index) for index, choice in changed.items())
-        if not self._running and self._stream is not None:
-            stream, self._stream = self._stream, None
-            await stream.aclose()
+        if self._failure is not None:
+            await self._leave()
+        elif not self._running:
+            await self._leave()
             self._items.append(self._done())
 
     def _done(self) -> Done:

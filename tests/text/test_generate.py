@@ -257,6 +257,22 @@ async def test_an_engine_error_surfaces_and_ends_the_rest(tokenizer: Tokenizer) 
         await anext(generation)
 
 
+async def test_what_came_together_with_an_error_is_not_lost(tokenizer: Tokenizer) -> None:
+    """A reader that is slow gets tokens and the error in one hand-over: the text first, then the error."""
+    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    service = Script([(0, a, None), (1, a, None), (0, b, None), (0, None, ERROR), (1, b, None)])
+    generation = await generate(service, prepared(n=2), tokenizer)
+    assert [await anext(generation), await anext(generation)] == [
+        ChoiceDelta(0, "ab", (a, b)),
+        ChoiceDelta(1, "ab", (a, b)),
+    ]
+    assert service.aborted == [None] and service.closed
+    with pytest.raises(GenerationError, match="out of memory"):
+        await anext(generation)
+    with pytest.raises(StopAsyncIteration):
+        await anext(generation)
+
+
 async def test_a_stream_that_breaks_off_is_an_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(GenerationError, match="before it was complete"):
         await play(Script([(0, 5, None)]), prepared(), tokenizer)
