@@ -118,12 +118,11 @@ class TemplateProcess:
         try:
             async with asyncio.timeout(self._limits.wall_seconds):
                 answer = await _exchange(process, body)
-        except TimeoutError:
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             await self._end()
-            raise TemplateStopped(self._too_long()) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            await self._end()
-            raise TemplateStopped(self._too_long()) from None
+            message = self._too_long()
+            _LOG.warning("%s", message)
+            raise TemplateStopped(message) from None
         except BaseException:
             # A client that left: the answer would be read as the next one's.
             self._drop()
@@ -147,7 +146,7 @@ class TemplateProcess:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         code = await process.wait()
-        _LOG.info("template worker %d ended (%d)", process.pid, code)
+        _LOG.debug("template worker %d ended (%d)", process.pid, code)
 
     def _drop(self) -> None:
         """Kills without waiting; the loop reaps it."""
