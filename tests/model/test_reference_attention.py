@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +13,7 @@ import model.attention.gather
 from model.attention.base import AttentionMeta
 from model.attention.choose import choose_attention_backend
 from model.attention.reference import ReferenceAttention
-from tests.support.attention import CPU, CachedSequence, CacheRig
+from tests.support.attention import CPU, CachedSequence, CacheRig, LayerCache
 
 HEADS, HEAD_DIM = 12, 8
 WINDOWS = (None, 1, 5, 16)
@@ -192,6 +193,28 @@ def test_nothing_else_is_written() -> None:
             block = case.rig.row_tables[case.sequences[0].row + row, position // 4]
             expected[int(block), position % 4] = True
     assert torch.equal(changed, expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_both_ends_of_more_than_two_to_the_31_elements(window: int | None) -> None:
+    """Offsets are 64 bits wide: blocks at either end of a sparse K and V are written and attended to."""
+    block, blocks = 16, 2**21 + 3
+    memory = mmap.mmap(-1, (blocks + 1) * block * 64 * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.bfloat16).view(blocks + 1, block, 64)
+    rig = CacheRig(0, HEADS, 64, block, blocks=4, dtype=torch.bfloat16)
+    layer = LayerCache(whole[:-1], whole[1:])  # V is K one block on, so only every other block is used
+    assert layer.k.numel() > 2**31
+    rig._free = [2, blocks - 3, blocks - 1, 0]
+    sequence, backend = rig.open(2), ReferenceAttention(CPU)
+    k, v = (torch.randn(21, 2, 64).bfloat16() for _ in "kv")
+    for start, stop in ((0, 18), (18, 19), (19, 21)):
+        meta, q = rig.meta([(sequence, stop - start)]), torch.randn(stop - start, HEADS, 64).bfloat16()
+        new = (each[start:stop].reshape(-1, 64) for each in (k, v))
+        ours = backend.begin(meta).forward(q, *new, layer, window)
+        expected = naive(q.float(), k[:stop].float(), v[:stop].float(), window)
+        torch.testing.assert_close(ours.double(), expected, rtol=2**-8, atol=1e-4)
+    assert rig.row_tables[:2, :2].tolist() == [[0, blocks - 1], [blocks - 3, 2]]
+    assert torch.equal(layer.k[blocks - 1, :5], k[16:, 0]) and torch.equal(layer.v[blocks - 3], v[:16, 1])
 
 
 def test_gathers_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
