@@ -39,6 +39,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
+        """The whole answer, status and headers included."""
         return json_response(self.body(), self.status, self.headers)
 
 

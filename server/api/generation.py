@@ -28,12 +28,15 @@ class CompletionShape:
     chunk_object = "text_completion"
 
     def opening(self, index: int) -> dict[str, Any] | None:
+        """None: the text comes at once."""
         return None
 
     def delta(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+        """A choice with the next piece of its text."""
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
     def whole(self, index: int, text: str, finish: str) -> dict[str, Any]:
+        """The same with all of it."""
         return self.delta(index, text, finish)
 
 
@@ -44,12 +47,15 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
 
     def opening(self, index: int) -> dict[str, Any] | None:
+        """The role, before any text."""
         return self._choice(index, {"role": "assistant", "content": ""}, None)
 
     def delta(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+        """The next piece of the message; the last delta is empty."""
         return self._choice(index, {"content": text} if finish is None else {}, finish)
 
     def whole(self, index: int, text: str, finish: str) -> dict[str, Any]:
+        """The whole message."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
 

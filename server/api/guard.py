@@ -32,6 +32,7 @@ class Guard:
         self._keys = tuple((hashlib.sha256(key.encode()).digest(), key_id(key)) for key in settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One HTTP request: passed on, refused (403, 401), or answered here (a preflight)."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served here, not {scope['type']}")
         started = False

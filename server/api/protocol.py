@@ -23,6 +23,7 @@ class BoundedHttp(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client connects: the clock of its first head starts; 503 where there are too many."""
         super().connection_made(transport)
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
         limit = self.limit_concurrency
@@ -31,10 +32,12 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(ApiError(503, message, code="too_many_connections", headers={"retry-after": "5"}))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone, and with it the clock."""
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Bytes of a head are counted and timed, those of a body passed on."""
         if self._in_head and self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
         still_in_head = self._in_head
@@ -47,15 +50,18 @@ class BoundedHttp(HttpToolsProtocol):
                 self._refuse(ApiError(431, message, code="head_too_large"))
 
     def on_headers_complete(self) -> None:
+        """The parser has a whole head: counting and clock stop."""
         self._in_head, self._head_ended, self._head_bytes = False, True, 0
         self._stop_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        """The parser has a whole request; what comes next is a head."""
         super().on_message_complete()
         self._in_head = True
 
     def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets our error shape; `msg`, the parser's own words, is dropped."""
         self._refuse(ApiError(400, "This is not a valid HTTP request.", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:

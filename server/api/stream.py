@@ -58,6 +58,7 @@ class EventStream(Response):
         self._left = left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends until the events end, or the client leaves or stops reading."""
         try:
             await until_gone(receive, self._pump(send))
         except ClientGone:

@@ -102,10 +102,16 @@ class SamplingBody(Wire):
     """Fields that completions and chat share; null means the default."""
 
     model: str | None = Field(None, description="A name of /v1/models; left out, the default of the server.")
-    temperature: float | None = Field(None, description="0 is greedy; default 1.")
-    top_p: float | None = Field(None, description="Keep the likeliest tokens of this total mass; default 1.")
-    top_k: int | None = Field(None, description="Keep the k likeliest tokens; 0 or -1 keeps all (default).")
-    min_p: float | None = Field(None, description="Drop tokens below this share of the likeliest; default 0.")
+    temperature: float | None = Field(None, description="0 is greedy; default: the checkpoint's, else 1.")
+    top_p: float | None = Field(
+        None, description="Keep the likeliest tokens of this mass; default: the checkpoint's, else 1."
+    )
+    top_k: int | None = Field(
+        None, description="Keep the k likeliest; 0, -1: all; default: the checkpoint's, else all."
+    )
+    min_p: float | None = Field(
+        None, description="Drop below this share of the likeliest; default: the checkpoint's, else 0."
+    )
     max_tokens: int | None = Field(None, description="The most tokens a choice may have.")
     n: int | None = Field(None, description="Choices for each prompt; default 1.")
     seed: int | None = Field(None, description="The same seed gives the same answer, whoever else is served.")
@@ -121,6 +127,7 @@ class SamplingBody(Wire):
     )
 
     def sampling(self) -> SamplingAsk:
+        """The shared fields, as the words take them."""
         return SamplingAsk(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -136,6 +143,7 @@ class SamplingBody(Wire):
 
     @property
     def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 

@@ -16,7 +16,9 @@ _FORCE_SECONDS = 3.0  # from the second signal to the end of the process, whatev
 class Stoppable(Protocol):
     """The part of `EngineService` that ending needs."""
 
-    async def stop(self, grace: float = 0.0) -> None: ...
+    async def stop(self, grace: float = 0.0) -> None:
+        """Ends what is in flight within `grace` seconds, then the engine."""
+        ...
 
 
 class Exiting(Protocol):

@@ -54,6 +54,7 @@ class Session:
 
     @property
     def name(self) -> str:
+        """What the model is called."""
         return self._loaded.name
 
     def complete(self, prompt: str, choice: SamplingChoice, reply: Reply) -> None:

@@ -15,6 +15,8 @@ _CPU_BF16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 @dataclass(frozen=True, slots=True)
 class DTypeChoice:
+    """A dtype, and why that one."""
+
     dtype: torch.dtype
     reason: str
 

@@ -41,6 +41,7 @@ class Ask:
     answer: Future[Any]
 
     def put_to(self, engine: Engine) -> None:
+        """Answers with what the question returns or raises; called on the engine's thread."""
         if not self.answer.set_running_or_notify_cancel():
             return  # whoever asked has left
         try:
@@ -49,6 +50,7 @@ class Ask:
             self.answer.set_exception(error)
 
     def refuse(self, reason: str) -> None:
+        """Answers with EngineDead."""
         if self.answer.set_running_or_notify_cancel():
             self.answer.set_exception(EngineDead(reason))
 

@@ -48,6 +48,7 @@ class Counters:
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     def snapshot(self, *, running: int, waiting: int, waiting_requests: int) -> EngineStats:
+        """The totals now, with the gauges that the caller knows."""
         return EngineStats(
             running=running,
             waiting=waiting,
@@ -87,4 +88,5 @@ class Health:
 
     @property
     def ok(self) -> bool:
+        """Whether a request sent now would be taken."""
         return self.status is Status.OK

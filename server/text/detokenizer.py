@@ -106,6 +106,7 @@ class PieceReader:
         self._known: dict[int, Piece] = {}
 
     def __call__(self, token: int) -> Piece:
+        """The piece of one id."""
         if token not in self._known:
             self._known[token] = self._read(self._piece_of(token))
         return self._known[token]
@@ -145,10 +146,12 @@ class ByteLevelDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
+        """The characters that this token completes."""
         piece = self._read(token)
         return self._utf8.decode(piece) if isinstance(piece, bytes) else ""
 
     def finish(self) -> str:
+        """U+FFFD if a character stayed incomplete."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -163,6 +166,7 @@ class PieceDetokenizer:
         self._first = not continuing
 
     def push(self, token: int) -> str:
+        """A run of byte tokens that this token ends, and its own text."""
         piece = self._read(token)
         if piece is None:
             return ""
@@ -172,6 +176,7 @@ class PieceDetokenizer:
         return self._start(self._end_run() + self._joined(piece))
 
     def finish(self) -> str:
+        """The last run of byte tokens."""
         return self._start(self._end_run())
 
     def _joined(self, piece: str) -> str:

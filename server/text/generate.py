@@ -47,7 +47,9 @@ class EventStream(Protocol):
 
     async def __anext__(self) -> list[TokenEvent]: ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Aborts what still runs; may be called twice."""
+        ...
 
 
 class TokenService(Protocol):

@@ -51,6 +51,7 @@ class SentencePieceModel:
     escape_whitespaces: bool
 
     def piece(self, index: int) -> str | None:
+        """The text of a piece, None for an id that the model lacks."""
         return self.pieces[index] if 0 <= index < len(self.pieces) else None
 
 

@@ -62,6 +62,7 @@ def receive(source: BinaryIO) -> dict[str, Any] | None:
 
 
 def send(sink: BinaryIO, message: dict[str, str]) -> None:
+    """Writes one message."""
     body = json.dumps(message, ensure_ascii=False).encode()
     sink.write(struct.pack(">I", len(body)) + body)
     sink.flush()
