@@ -14,7 +14,7 @@ from starlette.responses import Response
 from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, json_response
 from server.api.state import ApiState
 from server.api.stream import EventStream, until_gone
-from server.engine.errors import Draining, EngineError, QueueFull
+from server.engine.errors import EngineError, QueueFull
 from server.engine.request import FinishReason
 from server.metrics import TokenClock
 from server.text.errors import RequestError
@@ -160,9 +160,9 @@ def outcome_of(error: BaseException) -> str:
     match error:
         case QueueFull():
             return "queue_full"
-        case Draining() | EngineError():
+        case EngineError():
             return "unavailable"
-        case RequestError() | ApiError() if getattr(error, "status", 500) < 500:
+        case RequestError() | ApiError() if error.status < 500:
             return "invalid"
         case ClientGone():
             return "client_gone"

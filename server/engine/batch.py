@@ -83,13 +83,21 @@ def made_up_batch(
     one = np.array([count], dtype=np.int64)
     heads = np.array([shape.variants[variant].kv_heads], dtype=np.int64)
     positions = np.arange(start, start + count, dtype=np.int64)
-    meta = _meta(one, one - count + start, heads, _starts(one), positions, [0], row_tables, shape)
+    meta = _meta(
+        one, np.array([start], dtype=np.int64), heads, _starts(one), positions, [0], row_tables, shape
+    )
     last = np.arange(count - wanted, count, dtype=np.int64)
     ids, rows = _upload([np.zeros_like(positions), last], torch.int64, shape.device)
     segments = (Segment(shape.variants[variant].head_map, 0, count),)
-    half = np.full(wanted, 0.5)
+    ones, zeros = np.ones(wanted), np.zeros(wanted)
     sampling = make_sampling(
-        2 * half, 2 * half, np.zeros(wanted, np.int64), 0 * half, half, None, shape.device
+        temperature=ones,
+        top_p=ones,
+        top_k=zeros.astype(np.int64),
+        min_p=zeros,
+        u=0.5 * ones,
+        banned=None,
+        device=shape.device,
     )
     return ForwardBatch(ids, meta.positions, segments, meta, rows, sampling, ())
 
