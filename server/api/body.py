@@ -1,7 +1,7 @@
 """From the bytes of a request to one JSON object, before any of it is believed.
 
-Strict: UTF-8 without a byte order mark, one object, finite numbers, whole characters, bounded size and depth.
-A refusal never repeats the input.
+Strict: UTF-8 without a byte order mark, one object, finite numbers, whole characters; bounded in bytes,
+in depth and in how much it holds. A refusal never repeats the input.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from server.api.errors import ApiError, ClientGone
 from server.api.state import ApiSettings
+from server.api.structure import MAX_OBJECTS, MAX_VALUES, structure
 
 MAX_DEPTH = 64  # containers inside containers; the deepest field we know needs 4
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -41,6 +42,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _refused("the body is empty; send a JSON object")
     if text.startswith("\ufeff"):
         raise _refused("the body starts with a byte order mark; send plain UTF-8")
+    _check_structure(body)
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
@@ -55,6 +57,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if surrogates or body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         _check_tree(value, surrogates)
     return value
+
+
+def _check_structure(body: bytes) -> None:
+    found = structure(body)
+    if found.bearable:
+        return
+    raise ApiError(
+        413,
+        f"The body holds {found.values} values and {found.objects} lists, objects and names; the limits are "
+        f"{MAX_VALUES} and {MAX_OBJECTS}. Split the request.",
+        code="body_too_large",
+    )
 
 
 def _check_headers(request: Request) -> None:

@@ -10,12 +10,14 @@ from starlette.responses import Response
 
 from server.api.body import read_object
 from server.api.describe import accepts, answers
-from server.api.errors import ApiError, json_response
+from server.api.errors import ApiError, json_response, shown
 from server.api.state import ApiState, ModelCard
 from server.api.unsupported import TOKENIZE, refuse
 from server.api.wire import DetokenizeBody, TokenizeBody, validate
 from server.engine.errors import EngineDead
 from server.metrics import CONTENT_TYPE
+
+_DETOKENIZED = 2**17  # ids; the library holds the interpreter while it decodes, a second for 2**20
 
 
 def routes(state: ApiState) -> APIRouter:
@@ -103,13 +105,18 @@ def token_routes(state: ApiState) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """The text of `tokens`, special tokens included; 400 for an id that the model does not have."""
         body = validate(DetokenizeBody, await read_object(request, state.settings))
-        state.served.resolve(body.model)
+        _, variant = state.served.resolve(body.model)
+        most = max(_DETOKENIZED, variant.max_len)
+        if len(body.tokens) > most:
+            raise ApiError(
+                400, f"tokens: at most {most} ids at once, got {len(body.tokens)}.", "tokens", "invalid_value"
+            )
         rows = state.served.vocab_rows
         bad = next((i for i, token in enumerate(body.tokens) if not 0 <= token < rows), None)
         if bad is not None:
             raise ApiError(
                 400,
-                f"tokens[{bad}]: must be a token id from 0 to {rows - 1}.",
+                f"tokens[{bad}]: must be a token id from 0 to {rows - 1}, got {shown(body.tokens[bad])}.",
                 f"tokens[{bad}]",
                 "invalid_value",
             )

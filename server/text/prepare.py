@@ -17,6 +17,7 @@ from server.engine.request import Request
 from server.engine.roots import cache_root
 from server.text.asks import ChatAsk, CompletionAsk, SamplingAsk
 from server.text.chat import ChatTemplate
+from server.text.errors import RequestError
 from server.text.lengths import Budget, too_long
 from server.text.params import MAX_CHOICES, Terms, integer, refuse, terms, text
 from server.text.prompts import check_ids, read_prompts
@@ -31,6 +32,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 _INLINE_BYTES = 4096
 """Texts up to this size are tokenised at once (about a millisecond), longer ones on the pool."""
 _THREADS = 2
+_TEXT_BYTES, _TOKEN_BYTES = 2**20, 128
+"""A text of more than 1 MiB, and of more than so many bytes for each token of the longest context, is not
+tokenised: one call must not hold up the others' for a minute, nor fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Preparer:
         self._tokenizer = tokenizer
         self._chat = chat
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="headroom-tokenize")
+        longest = max(variant.max_len for variant in served.variants.values())
+        self._max_bytes = max(_TEXT_BYTES, _TOKEN_BYTES * longest)
 
     async def start(self) -> str | None:
         """Starts the template's worker ahead. Returns why chats will be refused, None if they will not."""
@@ -87,8 +93,8 @@ class Preparer:
         prompts = tuple(
             check_ids(name, prompt, self._served.vocab_rows) for name, prompt in zip(names, ids, strict=True)
         )
-        echo = given.texts or tuple(self._tokenizer.decode(prompt) for prompt in prompts)
-        return self._prepared(ask, checked, model, variant, prompts, max_tokens, echo if ask.echo else ())
+        echo = (given.texts or await self._decode(prompts)) if ask.echo else ()
+        return self._prepared(ask, checked, model, variant, prompts, max_tokens, echo)
 
     async def chat(self, ask: ChatAsk) -> Prepared:
         """Raises RequestError (no template, a template's refusal, ...); never blocks the loop."""
@@ -105,17 +111,24 @@ class Preparer:
         prompts = (check_ids("messages", ids[0], self._served.vocab_rows),)
         return self._prepared(ask, checked, model, variant, prompts, max_tokens, ())
 
-    async def tokenize(self, prompt: str, *, special: bool = True) -> list[int]:
-        """Ids of any text, for /tokenize, off the loop when long."""
-        checked = text("prompt", prompt)
-        if len(checked.encode()) <= _INLINE_BYTES:
+    async def tokenize(self, prompt: str, *, special: bool = True, name: str = "prompt") -> list[int]:
+        """Ids of a text, for /tokenize, off the loop when long; `name` is what errors call it."""
+        checked = text(name, prompt)
+        size = len(checked.encode())
+        if size > self._max_bytes:
+            raise RequestError(
+                f"{name}: at most {self._max_bytes} bytes of text are tokenised, got {size}. Shorten it.",
+                name,
+                "text_too_long",
+            )
+        if size <= _INLINE_BYTES:
             return self._encode_now(checked, special)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(self._encode_now, checked, special))
 
     async def tokenize_chat(self, messages: Sequence[Any]) -> list[int]:
         """Ids of a rendered chat, for /tokenize with messages."""
-        return await self.tokenize(await self._chat.render(messages), special=False)
+        return await self.tokenize(await self._chat.render(messages), special=False, name="messages")
 
     async def close(self) -> None:
         """Ends the thread pool and the template's worker."""
@@ -129,7 +142,15 @@ class Preparer:
             at_least = self._tokenizer.min_tokens(content.encode())
             if at_least > variant.max_len:
                 raise too_long(name, f"at least {at_least}", variant.max_len)
-        return [await self.tokenize(content, special=special) for content in texts]
+        return [
+            await self.tokenize(content, special=special, name=name)
+            for name, content in zip(names, texts, strict=True)
+        ]
+
+    async def _decode(self, prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
+        """Texts to echo; there may be a million ids."""
+        loop = asyncio.get_running_loop()
+        return tuple([await loop.run_in_executor(self._pool, self._tokenizer.decode, ids) for ids in prompts])
 
     def _encode_now(self, content: str, special: bool) -> list[int]:
         return self._tokenizer.encode(content) if special else self._tokenizer.encode_rendered(content)

@@ -80,6 +80,10 @@ async def test_tokens_refused(words: Path) -> None:
             check_error(await api.http.post("/tokenize", json=body), 400)
         for tokens in ([384], [-1], [2**70], ["a"], [True], "ab", None):
             check_error(await api.http.post("/detokenize", json={"tokens": tokens}), 400)
+        many = [67] * 2**17
+        assert (await api.http.post("/detokenize", json={"tokens": many})).status_code == 200
+        error = check_error(await api.http.post("/detokenize", json={"tokens": [*many, 67]}), 400)
+        assert error["message"] == "tokens: at most 131072 ids at once, got 131073."
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [67]})):
             assert (
                 check_error(await api.http.post(path, json={**body, "model": "x"}), 404)["code"]
@@ -142,7 +146,9 @@ async def test_kv(words: Path) -> None:
         for query in ("offset=-1", "limit=0", "limit=10001", "limit=x", "offset=1.5", f"offset={10**30}"):
             error = check_error(await api.http.get(f"/v1/kv/blocks?{query}"), 400)
             assert error["param"] == query.partition("=")[0]
-        check_error(await api.http.get("/v1/kv?check=perhaps"), 400)
+            assert query.partition("=")[2] in error["message"]
+        error = check_error(await api.http.get("/v1/kv?check=perhaps" + "s" * 1000), 400)
+        assert 'got the string "perhapsss' in error["message"]
 
 
 async def test_checks_are_shared_and_limited(words: Path) -> None:

@@ -245,6 +245,25 @@ async def test_oversize_is_refused_by_its_bytes(preparer: Preparer) -> None:
     assert time.perf_counter() - started < 1
 
 
+async def test_a_text_too_large_to_tokenise(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tokenizer promises no number of tokens from the bytes, and where nothing is run."""
+    monkeypatch.setattr(Tokenizer, "min_tokens", lambda self, text: 0)
+    preparer = make(folder)
+    try:
+        large = "a" * (2**20 + 1)
+        for ask in (
+            preparer.tokenize(large),
+            preparer.tokenize_chat([{"role": "user", "content": large}]),
+            chat(preparer, [{"role": "user", "content": large}]),
+            completion(preparer, ["a", large]),
+        ):
+            with pytest.raises(RequestError, match=r"at most 1048576 bytes of text are tokenised, got \d+"):
+                await ask
+        assert len(await preparer.tokenize("a" * 2**20)) == 2**20
+    finally:
+        await preparer.close()
+
+
 async def test_long_texts_do_not_hold_up_the_loop(preparer: Preparer) -> None:
     text = "every second sailor paints the broken letters " * 20_000
     work = asyncio.create_task(preparer.tokenize(text))
