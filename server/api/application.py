@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from cache.errors import CacheError
 from server.api import generation, info, kv
 from server.api.describe import describe
-from server.api.errors import ApiError, ClientGone, as_api_error, internal_error
+from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, shown
 from server.api.guard import Guard
 from server.api.state import ApiState
 from server.engine.errors import EngineError
@@ -65,9 +65,8 @@ async def _query(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    return ApiError(
-        400, f"{name}: {first['msg'][:1].lower()}{first['msg'][1:]}.", name, "invalid_value"
-    ).response()
+    rule = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+    return ApiError(400, f"{name}: {rule}, got {shown(first['input'])}.", name, "invalid_value").response()
 
 
 async def _http(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from typing import Any
 from model.errors import ModelError
 from server.text.errors import RequestError
 from server.text.files import read_object, read_text
+from server.text.params import shown
 from server.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
 
 PART_SEPARATOR = "\n"
@@ -136,7 +137,9 @@ def _text(where: str, content: Any) -> str:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is not None and kind != "text":
-            raise RequestError(f"{where}[{index}]: only text parts are supported, this is {kind!r}.", where)
+            raise RequestError(
+                f"{where}[{index}]: only text parts are supported, this is {shown(kind)}.", where
+            )
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind is None or not isinstance(text, str):
             raise RequestError(

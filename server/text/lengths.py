@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.text.errors import RequestError
+from server.text.params import shown
 
 CODE = "context_length_exceeded"
 
@@ -45,8 +46,8 @@ class Budget:
         if length >= self.limit or self.asked is None:
             return too_long(name, str(length), self.limit)
         return RequestError(
-            f"{self.name}: {name} has {length} tokens and {self.name} is {self.asked}, "
-            f"{length + self.asked} in all; prompt and output together may have {self.limit}. "
+            f"{self.name}: {name} has {length} tokens and {self.name} is {shown(self.asked)}, "
+            f"{shown(length + self.asked)} in all; prompt and output together may have {self.limit}. "
             f"Shorten the prompt or lower {self.name}.",
             self.name,
             CODE,

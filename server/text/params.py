@@ -65,10 +65,10 @@ def terms(
 
 def refuse(param: str, value: object, rule: str, code: str | None = None) -> RequestError:
     """The error of one parameter: `temperature: must be a number from 0 to 2, got 3.`"""
-    return RequestError(f"{param}: {rule}, got {_shown(value)}.", param, code)
+    return RequestError(f"{param}: {rule}, got {shown(value)}.", param, code)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """`value` for a message: short, and never a number that Python refuses to print (over 4300 digits)."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of more than 30 digits"

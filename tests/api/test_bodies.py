@@ -74,6 +74,20 @@ async def test_broken_bodies(words: Path, path: str) -> None:
         assert (await api.http.post("/v1/completions", json=GOOD)).json()["choices"][0]["text"] == "ab"
 
 
+@pytest.mark.parametrize(("path", "good"), [("/v1/completions", GOOD), ("/v1/chat/completions", CHAT)])
+async def test_the_largest_integers_that_are_read(words: Path, path: str, good: dict[str, Any]) -> None:
+    """4300 digits are the most that Python reads and prints: what is added to them cannot be printed."""
+    digits = "9" * 4300
+    names = ("max_tokens", "min_tokens", "n", "seed", "temperature", "min_p", "best_of", "stop_token_ids")
+    async with serving(words) as api:
+        for name in (*names, *(["max_completion_tokens"] if path.endswith("chat/completions") else [])):
+            for value in (digits, f"-{digits}", f"[{digits}]"):
+                body = json.dumps({**good, name: 0}).replace(f'"{name}": 0', f'"{name}":{value}')
+                headers = {"content-type": "application/json"}
+                error = check_error(await api.http.post(path, content=body, headers=headers), 400)
+                assert "99999" not in error["message"]
+
+
 async def test_nul_is_text(words: Path) -> None:
     async with serving(words) as api:
         reply = await api.http.post("/v1/completions", json={**GOOD, "prompt": "a\0b", "echo": True})

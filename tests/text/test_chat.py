@@ -133,6 +133,16 @@ async def test_text_parts_are_joined_by_a_newline(tmp_path: Path) -> None:
             "messages[0].content",
             "'image_url'",
         ),
+        (
+            [{"role": "user", "content": [{"type": "x" * 10**5}]}],
+            "messages[0].content",
+            "xxx'... (100000 characters)",
+        ),
+        (
+            [{"role": "user", "content": [{"type": {"a": 1}}]}],
+            "messages[0].content",
+            "this is an object with 1",
+        ),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls", "not supported"),
         ([{"role": "user", "content": "\ud800"}], "messages", "surrogate"),
     ],

@@ -22,6 +22,7 @@ def test_what_fits_is_granted_to_the_last_token() -> None:
     [
         (41, 60, "max_tokens", ("60", "41", "101", "100")),
         (10**18, 60, "max_tokens", ("60", "100", str(10**18))),
+        (10**4300 - 1, 60, "max_tokens", ("60", "100", "more than 30 digits")),
         (1, 100, "prompt", ("100",)),
         (None, 100, "prompt", ("100",)),
         (None, 9000, "prompt", ("9000", "100")),
