@@ -56,6 +56,7 @@ CHAT: Harmless = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "audio": (),
+    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
