@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import json
 import logging
@@ -38,6 +39,8 @@ def serve(options: ServeOptions) -> int:
         from server.commands.start_table import print_start_table
 
         print_start_table(loaded.name, loaded.facts, _warnings(options))
+        # What is here now stays: walking it again and again would stop every stream for up to half a second.
+        gc.freeze()
         listen(listener, options.host)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(loaded, options, listener))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import shutil
 import signal
@@ -86,6 +87,24 @@ def test_a_key_from_the_environment_and_no_chat(sp_served: Path) -> None:
         headers = {"authorization": "Bearer secret"}
         assert server.http.get("/v1/models", headers=headers).status_code == 200
         assert "secret" not in server.log()
+
+
+def test_what_is_loaded_is_walked_by_no_collection(
+    here: InProcess, tiny_served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full collection over all that torch and the rest made takes up to half a second, and stops all."""
+    frozen: list[int] = []
+
+    async def look(*_: object) -> int:
+        frozen.append(gc.get_freeze_count())
+        return 0
+
+    monkeypatch.setattr("server.commands.serve._serve", look)
+    try:
+        assert here("serve", str(tiny_served), "--port", "0", *SMALL).returncode == 0
+        assert frozen[0] > 50_000
+    finally:
+        gc.unfreeze()
 
 
 def test_starts_that_cannot_work(here: InProcess, tiny_served: Path, tmp_path: Path) -> None:
