@@ -68,6 +68,11 @@ class Account:
             self.peak_tokens = self.tokens
 
     @property
+    def has_held(self) -> bool:
+        """Whether it holds, or has held, anything: not so while a request waits for its first step."""
+        return bool(self.slots) or self.peak_blocks > 0
+
+    @property
     def peak(self) -> Peak:
         """The account at the most blocks it has held, as last brought up to date."""
         return Peak(self.peak_blocks, self.peak_exclusive, self.peak_tokens, self.cached_tokens)

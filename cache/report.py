@@ -133,7 +133,8 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """The whole cache at one moment (`GET /v1/kv`)."""
+    """The whole cache at one moment (`GET /v1/kv`). `requests` are those that hold something or have: who
+    still waits for a first step is not among them, so a long queue costs nothing here."""
 
     pool: PoolReport
     states: States

@@ -41,7 +41,7 @@ def cache_report(state: CacheState, pool: KVPool, q_heads: int) -> CacheReport:
         states=States(Amount(live, live * each), Amount(cached, cached * each), Amount(free, free * each)),
         tail_waste_bytes=sum(variant.tail_waste_bytes for variant in variants),
         variants=variants,
-        requests=tuple(_request(state, account, q_heads) for _, account in state.accounts.numbered()),
+        requests=tuple(_request(state, a, q_heads) for _, a in state.accounts.numbered() if a.has_held),
         audit=Audit(layout.arena_bytes(total), pool.nbytes, pool.device_bytes()),
     )
 

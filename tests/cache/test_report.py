@@ -74,6 +74,14 @@ def test_requests() -> None:
     assert (reader.blocks, reader.bytes_peak) == (4, 4 * BLOCK), "nobody has asked for its peak yet"
 
 
+def test_a_request_that_waits_for_its_first_step_is_not_listed() -> None:
+    harness, _ = busy()
+    before = harness.manager.report().requests
+    account = harness.manager.open_account("waits", "native")
+    assert harness.manager.report().requests == before
+    harness.manager.close_account(account)
+
+
 def test_an_empty_cache() -> None:
     report = make_manager(10).report()
     assert report.states.free.blocks == 10 and report.states.live.bytes == 0
