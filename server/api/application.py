@@ -14,11 +14,11 @@ from starlette.types import ASGIApp
 from cache.errors import CacheError
 from server.api import generation, info, kv
 from server.api.describe import describe
-from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, shown
+from server.api.errors import ApiError, ClientGone, as_api_error, internal_error
 from server.api.guard import Guard
 from server.api.state import ApiState
 from server.engine.errors import EngineError
-from server.text.errors import GenerationError, RequestError
+from server.text.errors import GenerationError, RequestError, shown
 
 _log = logging.getLogger(__name__)
 _GONE = 499  # the client closed its connection; nobody reads this

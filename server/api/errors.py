@@ -82,25 +82,6 @@ def internal_error() -> ApiError:
     return ApiError(500, "Internal error; the server's log says more.", code="internal_error")
 
 
-def shown(value: Any) -> str:
-    """A rejected JSON value in a few words, never longer than a line."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return f"the string {json.dumps(value[:40])}" + (" ..." if len(value) > 40 else "")
-        case int() if abs(value) >= 10**20:
-            return "a number of more than 20 digits"
-        case int() | float():
-            return f"the number {value}"
-        case list():
-            return f"a list of {len(value)}"
-        case _:
-            return "an object"
-
-
 def _sentence(error: Exception) -> str:
     text = str(error)
     return text[:1].upper() + text[1:] + "."

@@ -10,12 +10,13 @@ from starlette.responses import Response
 
 from server.api.body import read_object
 from server.api.describe import accepts, answers
-from server.api.errors import ApiError, json_response, shown
+from server.api.errors import ApiError, json_response
 from server.api.state import ApiState, ModelCard
 from server.api.unsupported import TOKENIZE, refuse
 from server.api.wire import DetokenizeBody, TokenizeBody, validate
 from server.engine.errors import EngineDead
 from server.metrics import CONTENT_TYPE
+from server.text.prompts import check_ids
 
 _DETOKENIZED = 2**17  # ids; the library holds the interpreter while it decodes, a second for 2**20
 
@@ -111,17 +112,9 @@ def token_routes(state: ApiState) -> APIRouter:
             raise ApiError(
                 400, f"tokens: at most {most} ids at once, got {len(body.tokens)}.", "tokens", "invalid_value"
             )
-        rows = state.served.vocab_rows
-        bad = next((i for i, token in enumerate(body.tokens) if not 0 <= token < rows), None)
-        if bad is not None:
-            raise ApiError(
-                400,
-                f"tokens[{bad}]: must be a token id from 0 to {rows - 1}, got {shown(body.tokens[bad])}.",
-                f"tokens[{bad}]",
-                "invalid_value",
-            )
+        ids = check_ids("tokens", body.tokens, state.served.vocab_rows)
         return json_response(
-            {"prompt": await asyncio.to_thread(state.tokenizer.decode, body.tokens, skip_special=False)}
+            {"prompt": await asyncio.to_thread(state.tokenizer.decode, ids, skip_special=False)}
         )
 
     return router

@@ -10,8 +10,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
-from server.api.errors import ApiError, shown
+from server.api.errors import ApiError
 from server.text.asks import SamplingAsk
+from server.text.errors import shown
 
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _STRINGS = {"type": "array", "items": {"type": "string"}}

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ModelError
-from server.text.errors import RequestError
+from server.text.errors import RequestError, shown
 from server.text.files import read_object, read_text
-from server.text.params import shown
 from server.text.template_process import TemplateFailure, TemplateLimits, TemplateProcess
 
 PART_SEPARATOR = "\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 
 class RequestError(Exception):
     """A request that cannot be served as asked; the client's fault, and the message says what to change.
@@ -26,3 +28,23 @@ class GenerationError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+
+def shown(value: object) -> str:
+    """A refused JSON value for a message: short, and never a number that Python refuses to print (over 4300
+    digits)."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case int() if abs(value) >= 10**30:
+            return "a number of more than 30 digits"
+        case str():
+            return repr(value) if len(value) <= 60 else f"{value[:60]!r}... ({len(value)} characters)"
+        case Mapping():
+            return f"an object with {len(value)} entries"
+        case Sequence():
+            return f"a list with {len(value)} entries"
+        case _:
+            return repr(value)[:80]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.text.errors import RequestError
-from server.text.params import shown
+from server.text.errors import RequestError, shown
 
 CODE = "context_length_exceeded"
 

@@ -7,14 +7,14 @@ the ask.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from server.engine.request import SamplingParams
 from server.text.asks import SamplingAsk
 from server.text.defaults import SamplingDefaults
-from server.text.errors import RequestError
+from server.text.errors import RequestError, shown
 
 MAX_CHOICES = 128
 """Choices of one request, over all its prompts."""
@@ -66,17 +66,6 @@ def terms(
 def refuse(param: str, value: object, rule: str, code: str | None = None) -> RequestError:
     """The error of one parameter: `temperature: must be a number from 0 to 2, got 3.`"""
     return RequestError(f"{param}: {rule}, got {shown(value)}.", param, code)
-
-
-def shown(value: object) -> str:
-    """`value` for a message: short, and never a number that Python refuses to print (over 4300 digits)."""
-    if isinstance(value, int) and abs(value) >= 10**30:
-        return "a number of more than 30 digits"
-    if isinstance(value, str):
-        return repr(value) if len(value) <= 60 else f"{value[:60]!r}... ({len(value)} characters)"
-    if isinstance(value, Sequence | Mapping):
-        return f"{'an object' if isinstance(value, Mapping) else 'a list'} with {len(value)} entries"
-    return repr(value)[:80]
 
 
 def integer(param: str, value: Any, low: int, high: int | None = None) -> int:
@@ -152,7 +141,7 @@ def _given(asked: Any, default: float) -> Any:
 def _stop_ids(value: Any, vocab_rows: int) -> frozenset[int]:
     if value is None:
         return frozenset()
-    if not _is_list(value):
+    if not is_list(value):
         raise refuse("stop_token_ids", value, "must be a list of token ids")
     if len(value) > MAX_STOP_IDS:
         raise refuse("stop_token_ids", len(value), f"at most {MAX_STOP_IDS} ids are allowed")
@@ -166,7 +155,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     listed = [value] if isinstance(value, str) else value
-    if not _is_list(listed):
+    if not is_list(listed):
         raise refuse("stop", value, "must be a string or a list of strings")
     if len(listed) > MAX_STOPS:
         raise refuse("stop", len(listed), f"at most {MAX_STOPS} stop strings are allowed")
@@ -190,5 +179,6 @@ def _cache_salt(value: Any) -> str:
     return str(value)
 
 
-def _is_list(value: Any) -> bool:
+def is_list(value: Any) -> bool:
+    """Whether `value` is what a JSON list becomes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)

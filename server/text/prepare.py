@@ -60,6 +60,7 @@ class Prepared:
 
     @property
     def num_choices(self) -> int:
+        """Of all prompts together."""
         return len(self.prompts) * self.n
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.text.errors import RequestError
-from server.text.params import refuse, text
+from server.text.params import is_list, refuse, text
 
 _KINDS = "must be a string, a list of strings, a list of token ids or a list of lists of token ids"
 
@@ -27,7 +27,7 @@ def read_prompts(value: Any, max_prompts: int) -> Prompts:
     """Sorts out the four shapes. Raises RequestError for any other, and for more than `max_prompts`."""
     if isinstance(value, str):
         return Prompts(texts=(text("prompt", value),))
-    if not _is_list(value):
+    if not is_list(value):
         raise refuse("prompt", value, _KINDS)
     if not value:
         raise RequestError("prompt: must not be empty.", "prompt")
@@ -39,7 +39,7 @@ def read_prompts(value: Any, max_prompts: int) -> Prompts:
     if isinstance(first, str):
         return Prompts(texts=tuple(text(f"prompt[{i}]", entry) for i, entry in enumerate(value)))
     for index, entry in enumerate(value):
-        if not _is_list(entry):
+        if not is_list(entry):
             raise refuse(f"prompt[{index}]", entry, "a list of token ids was expected here")
     return Prompts(ids=tuple(value))
 
@@ -55,10 +55,6 @@ def check_ids(param: str, ids: Sequence[Any], vocab_rows: int) -> tuple[int, ...
                 "invalid_token_id",
             )
     return tuple(ids)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _is_number(value: Any) -> bool:
