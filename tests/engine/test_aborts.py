@@ -75,7 +75,7 @@ def test_abort_of_one_choice_frees_its_own_blocks_only(small: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives(small: Path, oracle: Oracle, seed: int) -> None:
-    """K7: arrivals, aborts, stops, choices, two attention modes, in a pool that is too small for them."""
+    """Arrivals, aborts, stops, choices, two attention modes, in a pool that is too small for them."""
     dice = random.Random(seed)
     engine = checked(pool_of(small, 20, variants=BOTH, max_batch_tokens=24, max_num_seqs=6)[0])
     total = manager_of(engine).total
@@ -115,7 +115,7 @@ def test_random_lives(small: Path, oracle: Oracle, seed: int) -> None:
 
 
 def test_two_hundred_requests_leave_nothing(small: Path) -> None:
-    """K7: distinct short requests; what stays is cached, not live, and the gauges add up under load."""
+    """Distinct short requests; what stays is cached, not live, and the gauges add up under load."""
     engine = fp32_engine(small, kv_memory=1 << 20, max_num_seqs=16)[0]
     for i in range(200):
         engine.add(greedy_request(prompt_of(18, 1000 + i), 3))

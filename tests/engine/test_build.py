@@ -38,7 +38,7 @@ def test_facts_say_what_was_built(small: Path) -> None:
     engine, facts = fp32_engine(small, kv_memory=10 * BLOCK + 100, variants=BOTH, max_num_seqs=8)
     assert (facts.num_layers, facts.q_heads, facts.kv_heads, facts.group, facts.head_dim) == (2, 4, 2, 2, 16)
     assert (facts.total_blocks, facts.block_bytes, facts.pool_bytes) == (10, BLOCK, 10 * BLOCK)
-    assert (facts.vocab_rows, facts.eos_ids, facts.bos_id) == (512, frozenset({2}), 1)
+    assert (facts.vocab_rows, facts.eos_ids) == (512, frozenset({2}))
     assert (facts.dtype, facts.kv_dtype, facts.dtype_reason) == ("float32", "float32", "as asked")
     assert facts.weight_bytes == sum(
         4 * n for n in (512 * 64 * 2, 64 * 5, 2 * 64 * 64 * 2, 2 * 2 * 32 * 64, 2 * 3 * 64 * 128)
@@ -63,7 +63,7 @@ def test_a_pool_that_holds_the_context_is_not_clamped(small: Path) -> None:
 
 
 def test_a_context_that_does_not_fit(small: Path) -> None:
-    """K5: asked for, it is refused with need, have, the largest that fits, and the flag to turn."""
+    """Asked for, it is refused with need, have, the largest that fits, and the flag to turn."""
     message = refusal(small, kv_memory=16 * BLOCK, max_model_len=200)
     assert message == (
         "--max-model-len 200 needs a KV pool of 104 KiB and there are 64.0 KiB (as asked); the largest that "

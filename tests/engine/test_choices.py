@@ -98,7 +98,7 @@ def test_more_choices_than_places(small: Path, oracle: Oracle) -> None:
 
 
 def test_more_choices_than_the_pool_holds(small: Path, oracle: Oracle) -> None:
-    """K5: eight choices of up to four blocks each, in a pool of eight."""
+    """Eight choices of up to four blocks each, in a pool of eight."""
     prompt = prompt_of(20, 43)
     engine = checked(pool_of(small, 8)[0])
     (answers,) = run(engine, [greedy_request(prompt, 40, n=8)])

@@ -39,7 +39,7 @@ def test_chunks_of_any_size(small: Path, oracle: Oracle, budget: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48])
 def test_block_boundaries_and_full_hits(small: Path, oracle: Oracle, length: int) -> None:
-    """K2: each prompt twice, across boundaries; a hit covers whole blocks and never the last token."""
+    """Each prompt twice, across boundaries; a hit covers whole blocks and never the last token."""
     prompt = prompt_of(length, 4)
     expected = oracle.greedy(prompt, 40)
     engine = checked(fp32_engine(small)[0])
@@ -54,7 +54,7 @@ def test_block_boundaries_and_full_hits(small: Path, oracle: Oracle, length: int
 
 
 def test_prefix_hits_do_not_change_ids(small: Path, oracle: Oracle) -> None:
-    """K1: one prompt four times; tails on a shared prefix; equal prompts at one moment; one during another's
+    """One prompt four times; tails on a shared prefix; equal prompts at one moment; one during another's
     prefill; all with a cache that hits, and with one that is off."""
     prompt, shared = prompt_of(70, 5), prompt_of(40, 6)
     tails = [shared + prompt_of(5 + i, 7 + i) for i in range(4)]
@@ -83,7 +83,7 @@ def test_different_roots_share_nothing(small: Path) -> None:
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_pool_too_small_for_the_load(small: Path, oracle: Oracle, prefix_cache: bool) -> None:
-    """K6: 12 blocks, six sequences that want four each: all finish, with the ids of a big pool."""
+    """12 blocks, six sequences that want four each: all finish, with the ids of a big pool."""
     requests = [greedy_request(prompt_of(20, 20 + i), 44) for i in range(6)]
     engine = checked(pool_of(small, 12, prefix_cache=prefix_cache)[0])
     answers = [answer for (answer,) in run(engine, requests)]

@@ -169,7 +169,7 @@ def test_a_new_request_of_better_priority_pushes_the_last_out_when_it_needs_room
 
 @pytest.mark.parametrize("prompt_tokens", [128, 129, 200])
 def test_a_request_that_can_never_fit(small: Path, prompt_tokens: int) -> None:
-    """K5: refused at once, or grown to the pool; and the queue behind it moves."""
+    """Refused at once, or grown to the pool; and the queue behind it moves."""
     engine, facts = pool_of(small, 8)
     assert facts.max_model_len == 128 and facts.clamped_from == 256
     small_one = greedy_request(prompt_of(10, 1), 5)
