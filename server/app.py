@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cache.accounts import Peak
-from cache.layout import KVLayout, LayerGroup
 from cache.report import usage
 from model.fetch import ALIASES
 from server import __version__
@@ -97,11 +96,9 @@ def create_app(loaded: Loaded, service: EngineService, preparer: Preparer, optio
 def kv_usage(loaded: Loaded, variant: str, peak: KVPeak) -> Mapping[str, Any]:
     """`usage.kv_cache` of a request of `variant` that held `peak`."""
     facts = loaded.facts
-    group = LayerGroup(tuple(range(facts.num_layers)), facts.kv_heads, facts.head_dim)
-    layout = KVLayout((group,), facts.block_size, getattr(torch, facts.kv_dtype))
     kv_heads = next(known.kv_heads for known in facts.variants if known.name == variant)
     held = Peak(peak.blocks, peak.exclusive, peak.tokens, peak.cached_tokens)
-    return usage(held, layout, kv_heads, facts.q_heads).to_dict()
+    return usage(held, facts.layout, kv_heads, facts.q_heads).to_dict()
 
 
 def model_name(model: str, folder: Path) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cache.layout import KVLayout
+
 
 @dataclass(frozen=True, slots=True)
 class VariantFacts:
@@ -35,11 +37,11 @@ class EngineFacts:
     head_dim: int
     vocab_rows: int
     eos_ids: frozenset[int]  # of config.json; the tokenizer and generation_config may add more
-    bos_id: int | None
     weight_bytes: int
     device: str
     dtype: str
     dtype_reason: str
+    layout: KVLayout
     kv_dtype: str
     pool_bytes: int  # of the blocks; the arena holds one more, for padding writes
     pool_reason: str

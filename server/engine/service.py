@@ -27,8 +27,6 @@ from server.engine.request import FinishReason, KVPeak, Request, TokenEvent
 from server.engine.stats import EngineStats, Health, Status
 from server.engine.stream import TokenStream
 
-__all__ = ["EngineService", "TokenStream"]
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 

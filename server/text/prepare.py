@@ -15,7 +15,7 @@ from typing import Any
 
 from server.engine.request import Request
 from server.engine.roots import cache_root
-from server.text.asks import ChatAsk, CompletionAsk, SamplingAsk
+from server.text.asks import ChatAsk, CompletionAsk
 from server.text.chat import ChatTemplate
 from server.text.errors import RequestError
 from server.text.lengths import Budget, too_long
@@ -23,8 +23,6 @@ from server.text.params import MAX_CHOICES, Terms, integer, refuse, terms, text
 from server.text.prompts import check_ids, read_prompts
 from server.text.served import ServedModel, ServedVariant
 from server.text.tokenizer import Tokenizer
-
-__all__ = ["ChatAsk", "CompletionAsk", "Prepared", "Preparer", "SamplingAsk", "ServedModel", "ServedVariant"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; less where the prompt leaves less room. Chats default to all the room."""

@@ -14,8 +14,9 @@ from server.engine.engine import Engine
 from server.engine.errors import ConfigError, Draining, EngineDead, QueueFull
 from server.engine.pace import Pace
 from server.engine.request import FinishReason, Request, TokenEvent
-from server.engine.service import EngineService, TokenStream
+from server.engine.service import EngineService
 from server.engine.stats import Status
+from server.engine.stream import TokenStream
 from tests.engine.conftest import Oracle
 from tests.support.driving import fp32_engine, greedy_request
 from tests.support.engines import manager_of, on_batches, prompt_of
