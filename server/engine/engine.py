@@ -10,7 +10,7 @@ from cache.manager import CacheManager
 from cache.report import BlockPage, CacheReport
 from server.engine.batch import Shape, build_batch
 from server.engine.errors import EngineDead
-from server.engine.request import FinishReason, KVPeak, Request, TokenEvent
+from server.engine.request import FinishReason, KVPeak, Request, TokenEvent, failed
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits, Plan, Scheduled, Scheduler
 from server.engine.sequence import Sequence, Work
@@ -234,16 +234,7 @@ class Engine:
                 if sequence.finish is None:
                     sequence.finish = FinishReason.ERROR
                     self._counters.finished[FinishReason.ERROR] += 1
-                    events.append(
-                        TokenEvent(
-                            work.request.id,
-                            sequence.index,
-                            None,
-                            FinishReason.ERROR,
-                            KVPeak(0, 0, 0, 0),
-                            message,
-                        )
-                    )
+                    events.append(failed(work.request.id, sequence.index, message))
         self._works.clear()
         self._aborts.clear()
         self._scheduler.clear()

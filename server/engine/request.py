@@ -67,6 +67,9 @@ class KVPeak:
     cached_tokens: int
 
 
+NOTHING_HELD = KVPeak(blocks=0, exclusive=0, tokens=0, cached_tokens=0)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One output token of one choice, or its end, or both.
@@ -82,3 +85,8 @@ class TokenEvent:
     finish: FinishReason | None
     kv: KVPeak
     error: str | None = None
+
+
+def failed(request_id: str, index: int, error: str) -> TokenEvent:
+    """The end of a choice whose cache nobody can account for any more."""
+    return TokenEvent(request_id, index, None, FinishReason.ERROR, NOTHING_HELD, error)

@@ -23,14 +23,12 @@ from server.engine.engine import Engine
 from server.engine.errors import ConfigError, Draining, EngineDead, QueueFull
 from server.engine.inbox import Abort, Ask, Command, Inbox, Stop, Submit, refuse_asks, take
 from server.engine.pace import Pace
-from server.engine.request import FinishReason, KVPeak, Request, TokenEvent
+from server.engine.request import Request, TokenEvent, failed
 from server.engine.stats import EngineStats, Health, Status
 from server.engine.stream import TokenStream
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_NOTHING = KVPeak(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +185,7 @@ class EngineService:
         message = str(EngineDead(self._dead or ""))
         self._deliver(
             [
-                TokenEvent(request_id, index, None, FinishReason.ERROR, _NOTHING, message)
+                failed(request_id, index, message)
                 for request_id, unfinished in self._unfinished.items()
                 for index in sorted(unfinished)
             ]
@@ -239,10 +237,7 @@ class EngineService:
         except Exception as error:
             logger.exception("request %r was not taken in", request.id)
             choices = range(len(request.prompts) * request.n)
-            self._post(
-                self._deliver,
-                [TokenEvent(request.id, i, None, FinishReason.ERROR, _NOTHING, str(error)) for i in choices],
-            )
+            self._post(self._deliver, [failed(request.id, i, str(error)) for i in choices])
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         assert self._loop is not None

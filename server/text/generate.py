@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.engine.request import FinishReason, KVPeak, Request, TokenEvent
+from server.engine.request import NOTHING_HELD, FinishReason, KVPeak, Request, TokenEvent
 from server.text.errors import GenerationError
 from server.text.prepare import Prepared
 from server.text.stops import StopMatcher
@@ -82,7 +82,7 @@ class Generation:
         self._service = service
         self._stream = stream
         self._prepared = prepared
-        self._kv = KVPeak(blocks=0, exclusive=0, tokens=0, cached_tokens=0)
+        self._kv = NOTHING_HELD
         self._choices = [_Choice(prepared, tokenizer) for _ in range(prepared.num_choices)]
         self._running = 0 if stream is None else len(self._choices)
         self._failure: GenerationError | None = None  # raised once what came before it has been taken
