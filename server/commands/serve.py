@@ -142,7 +142,8 @@ def _print_url(model: str, base: str, *, keyed: bool, chat: bool) -> None:
     if chat:
         question = {"role": "user", "content": "What is the capital of France?"}
         path, ask = "/v1/chat/completions", {"messages": [question]}
-    body = {"model": model, "stream": True, **ask}
+    # Greedy: a drawn answer of a small model may ramble to the end of its context.
+    body = {"model": model, "stream": True, "temperature": 0, **ask}
     key = "-H 'authorization: Bearer YOUR_KEY' " if keyed else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False, separators=(",", ":")))
     print(f"\nListening on {base}, Ctrl-C stops. Try it:\n")

@@ -57,6 +57,7 @@ def test_the_start_table_and_the_command_it_suggests(tiny_served: Path) -> None:
         command = shlex.split(said.partition("Try it:")[2])
         assert command[:2] == ["curl", "-N"]
         url, body = command[2], command[command.index("-d") + 1]
+        assert '"temperature":0' in body  # a first answer that ends
         reply = httpx.post(url, content=body, headers={"content-type": "application/json"}, trust_env=False)
         assert reply.text.endswith("data: [DONE]\n\n")
         assert '"model":"it\'s"' in reply.text
