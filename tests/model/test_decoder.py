@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from model.attention.reference import ReferenceAttention
+from model.decoder import Decoder
 from model.heads import NativeHeads, Segment
 from tests.support.checkpoints import ROPE_KINDS
 from tests.support.decoding import load_decoder, native_heads, new_rig, run_alone, run_step, some_ids
@@ -179,6 +180,20 @@ def test_bfloat16_is_no_worse_than_transformers(tiny: Tiny, family: str) -> None
     exact = load_reference(folder).logits(ids)
     theirs = load_reference(folder, torch.bfloat16).logits(ids)
     assert_bf16_logits(run_alone(decoder, ids, native_heads(decoder), 64), theirs, exact, family)
+
+
+def test_the_residual_stream_of_a_bfloat16_model_is_fp32(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 it would be rounded twice a layer, which the rule above would still let pass."""
+    norm, seen = Decoder._norm, []
+
+    def noted(self: Decoder, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append((x.dtype, weight.dtype))
+        return norm(self, x, weight)
+
+    monkeypatch.setattr(Decoder, "_norm", noted)
+    decoder = load_decoder(tiny(family="llama", dtype=torch.bfloat16), torch.bfloat16)
+    run_alone(decoder, some_ids(5), native_heads(decoder))
+    assert seen == [(torch.float32, torch.float32)] * (2 * decoder.config.num_layers + 1)
 
 
 def test_float16_runs(tiny: Tiny) -> None:

@@ -47,6 +47,20 @@ def next_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+def test_what_appears_is_what_was_built(tmp_path: Path) -> None:
+    """Renamed as a whole, never copied file by file under a reader's eyes; also where an old one stood."""
+    final, built = tmp_path / "model", []
+
+    def build(folder: Path) -> None:
+        (folder / "file").write_text("")
+        built.append(folder.stat().st_ino)
+
+    for _ in range(2):
+        assert publish_folder(final, build, lambda _: False, lambda: None) == final
+        assert final.stat().st_ino == built[-1]
+    assert built[0] != built[1]
+
+
 def test_two_processes_at_once_build_one_folder(tmp_path: Path) -> None:
     final = tmp_path / "model"
     first = start_builder(final, 1.5)
