@@ -7,9 +7,11 @@ import logging
 import os
 import signal
 import threading
+import time
 from typing import Protocol
 
 _log = logging.getLogger("headroom")
+_ECHO_SECONDS = 0.3  # `timeout` and `make` pass a signal on to a process that has had it already
 _FORCE_SECONDS = 3.0  # from the second signal to the end of the process, whatever hangs
 
 
@@ -37,13 +39,17 @@ class Ending:
         self._server = server
         self._grace = grace
         self._signals = 0
+        self._last: tuple[int, float] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.signalled, number)
 
     def signalled(self, number: signal.Signals) -> None:
-        """One more signal has come."""
+        """One more signal has come. The same one within moments is an echo of it, and counts once."""
+        last, self._last = self._last, (number, time.monotonic())
+        if last is not None and last[0] == number and self._last[1] - last[1] < _ECHO_SECONDS:
+            return
         self._signals += 1
         if self._signals == 1:
             _log.info("%s: no new requests; running answers have %g s to finish", number.name, self._grace)

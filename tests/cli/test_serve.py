@@ -162,9 +162,12 @@ def test_the_second_signal_does_not_wait(tmp_path: Path, smol: Path) -> None:
             lines = reply.iter_lines()
             next(lines)
             server.terminate()
+            server.terminate()  # at once, as `timeout` and `make` do: an echo of the first
             while server.http.get("/health").status_code == 200:
                 time.sleep(0.02)
+            time.sleep(0.5)
             assert server.process.poll() is None
+            assert "again" not in server.log()
             begin = time.monotonic()
             server.terminate()
             rest = "\n".join(lines)
