@@ -1,26 +1,41 @@
-"""HTTP/1.1 itself, before ASGI: bounds on the head of a request, and our error shape for what is no HTTP."""
+"""HTTP/1.1 itself, before ASGI: bounds on the head of a request, our error shape for what is no HTTP, and who
+has left, whatever he sent before.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.api.errors import ApiError
 
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
+
 MAX_HEAD = 64 * 2**10  # bytes of request line and headers together
+MAX_WAITING = 64 * 2**10  # bytes of next requests that wait for an answer to end; the rest must be sent again
 HEAD_SECONDS = 30.0  # from a connection (or the first byte of a next request) to the end of its head
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol, which of itself would wait for a head, and keep what came of it, without end."""
+    """uvicorn's protocol, which of itself would wait for a head, and keep what came of it, without end.
+
+    And which stops reading while a next request waits, so that it cannot see the client leave, and then tells
+    only the last request of the connection, which is not the one that runs. Here reading goes on. Of too much
+    that waits nothing is kept, and the connection ends with the answer that runs: a client has to send again
+    what got no answer (RFC 9112, 9.3.2).
+    """
 
     _in_head = True
     _head_ended = False  # during the data at hand
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _answering: RequestResponseCycle | None = None  # the request that runs; others wait in `pipeline`
+    _waiting_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connects: the clock of its first head starts; 503 where there are too many."""
@@ -32,28 +47,52 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(ApiError(503, message, code="too_many_connections", headers={"retry-after": "5"}))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, and with it the clock."""
+        """The connection is gone, and with it the clock; the request that runs is told."""
         self._stop_timer()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a head are counted and timed, those of a body passed on."""
+        if self._must_wait(len(data)) > MAX_WAITING and self._answering is not None:
+            self._answering.keep_alive = False
+            self.pipeline.clear()
+            return
         if self._in_head and self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
         still_in_head = self._in_head
         self._head_ended = False
         super().data_received(data)
+        if self.pipeline:
+            self.flow.resume_reading()
         if still_in_head and not self._head_ended:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD:
                 message = f"The request line and headers are larger than {MAX_HEAD} bytes."
                 self._refuse(ApiError(431, message, code="head_too_large"))
 
+    def _must_wait(self, count: int) -> int:
+        """How many bytes wait for an answer to end, with `count` more; 0 if none runs."""
+        answering = self._answering
+        if answering is None or answering.response_complete or answering.more_body:
+            return 0
+        self._waiting_bytes += count
+        return self._waiting_bytes
+
     def on_headers_complete(self) -> None:
         """The parser has a whole head: counting and clock stop."""
         self._in_head, self._head_ended, self._head_bytes = False, True, 0
         self._stop_timer()
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        if not self.pipeline:
+            self._waiting_bytes = 0
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         """The parser has a whole request; what comes next is a head."""

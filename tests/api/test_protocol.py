@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,60 @@ async def test_stray_bytes_do_not_end_an_answer(words: Path, monkeypatch: pytest
         request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
         reply = await answer_to(api.port, request, b"\r\n")
         assert b"data: [DONE]" in reply
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("how", ["close", "abort"])
+@pytest.mark.parametrize("waiting", ["small", "large", "many"])
+async def test_leaving_while_requests_wait_for_an_answer(
+    words: Path, stream: bool, how: str, waiting: str
+) -> None:
+    """What is pipelined behind an answer must not hide that the client has left."""
+    async with serving(words) as api:
+        api.service.pace = 0.05
+        behind = {
+            "small": get("/health"),
+            "large": post({"pad": "x" * 300_000}),
+            "many": get("/health") * 100,
+        }
+        _, writer = await asyncio.open_connection("127.0.0.1", api.port)
+        writer.write(post(asked(C, max_tokens=1000, stream=stream)))
+        await asyncio.sleep(0.2)
+        writer.write(behind[waiting])
+        await asyncio.sleep(0.2)
+        assert api.service.running == 1
+        writer.transport.abort() if how == "abort" else writer.close()
+        await api.idle(2.0)
+
+
+async def test_what_waits_is_answered_in_its_turn(words: Path) -> None:
+    async with serving(words) as api:
+        api.service.pace = 0.3
+        last = get("/version").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        body = asked(C, max_tokens=5)
+        reply = await answer_to(api.port, post(body) + post(body), get("/health"), last)
+        assert reply.count(b"HTTP/1.1 200 OK") == 4
+        assert reply.endswith(b'{"version":"1.2.3"}')
+
+
+async def test_too_much_behind_an_answer_is_not_kept(words: Path) -> None:
+    """The answer that runs is whole; what waited has to be sent again."""
+    async with serving(words) as api:
+        api.service.pace = 0.05
+        flood = get("/health") * (protocol.MAX_WAITING // len(get("/health")) + 1)
+        reply = await answer_to(api.port, post(asked(C, max_tokens=10, stream=True)), flood, flood)
+        assert reply.count(b"HTTP/1.1 200 OK") == 1
+        assert reply.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+
+
+def post(fields: dict[str, Any]) -> bytes:
+    body = json.dumps(fields).encode()
+    head = f"POST {C} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 async def test_too_many_connections(words: Path) -> None:
