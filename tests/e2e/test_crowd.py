@@ -48,6 +48,11 @@ def question(chance: random.Random) -> dict[str, Any]:
     return body
 
 
+def long_answer(number: int) -> dict[str, Any]:
+    """Begins with one block and grows to nine: any two of these in one pool, and one is preempted."""
+    return {"prompt": [400 + number], "max_tokens": 140, "ignore_eos": True, "temperature": 0}
+
+
 def whole(reply: dict[str, Any]) -> list[tuple[str, str]]:
     return [(choice["text"], choice["finish_reason"]) for choice in reply["choices"]]
 
@@ -84,9 +89,10 @@ async def gives_up(http: httpx.AsyncClient, body: dict[str, Any], right: list[tu
 @pytest.mark.parametrize("seed", range(2))
 def test_everybody_gets_an_answer_of_their_own(big: Served, small: Served, seed: int) -> None:
     chance = random.Random(seed)
-    bodies = [question(chance) for _ in range(CLIENTS)]
+    bodies = [*map(long_answer, range(3)), *(question(chance) for _ in range(CLIENTS))]
     right = [whole(big.http.post("/v1/completions", json=body).json()) for body in bodies]
-    kinds = [chance.choice([waits, streams, leaves, gives_up]) for _ in bodies]
+    drawn = [chance.choice([waits, streams, leaves, gives_up]) for _ in range(CLIENTS)]
+    kinds = [waits, streams, waits, *drawn]
 
     async def everybody() -> None:
         async with small.async_http() as http, asyncio.TaskGroup() as group:
