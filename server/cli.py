@@ -135,7 +135,7 @@ def _chat(words: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument(
         "--system", metavar="TEXT", help="a system message to begin with (default: the template's own)"
     )
-    flags.add_sampling_flags(parser, temperature=0.7, max_tokens=None)
+    flags.add_sampling_flags(parser, temperature=None, max_tokens=None)
     flags.add_model_flags(parser)
     args = parser.parse_intermixed_args(words)
     loaded = _load(args, env)

@@ -37,10 +37,10 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingChoice:
-    """How a terminal command draws tokens; None leaves a value to the server's defaults."""
+    """How a terminal command draws tokens; None leaves a value to the checkpoint's own."""
 
     max_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None

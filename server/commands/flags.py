@@ -162,10 +162,12 @@ def _add_life(work: Group) -> None:
     )
 
 
-def add_sampling_flags(parser: Parser, *, temperature: float, max_tokens: int | None) -> None:
+def add_sampling_flags(parser: Parser, *, temperature: float | None, max_tokens: int | None) -> None:
     """How the terminal commands draw tokens."""
     group = parser.add_argument_group("sampling")
     limit = "no limit but the context" if max_tokens is None else str(max_tokens)
+    own = "the checkpoint's own, else "
+    heat = f"{own}1" if temperature is None else f"{temperature:g}"
     group.add_argument(
         "--max-tokens",
         type=count(1),
@@ -178,13 +180,13 @@ def add_sampling_flags(parser: Parser, *, temperature: float, max_tokens: int | 
         type=number(0, 2),
         default=temperature,
         metavar="T",
-        help="0 always takes the likeliest token (default: %(default)s)",
+        help=f"0 always takes the likeliest token (default: {heat})",
     )
     group.add_argument(
-        "--top-p", type=number(0, 1), default=1.0, metavar="P", help="keep this mass of tokens (default: 1)"
+        "--top-p", type=number(0, 1), metavar="P", help=f"keep this mass of tokens (default: {own}1)"
     )
     group.add_argument(
-        "--top-k", type=count(0), default=0, metavar="K", help="keep the K likeliest, 0 all (default: 0)"
+        "--top-k", type=count(0), metavar="K", help=f"keep the K likeliest, 0 all (default: {own}0)"
     )
     group.add_argument(
         "--seed", type=count(0), metavar="N", help="repeat an answer (default: a new one each time)"

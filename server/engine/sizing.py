@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cache.layout import KVLayout
 from model.heads import Variant
 from server.engine.errors import ConfigError
-from server.engine.units import format_bytes
+from server.engine.units import exact_size, format_bytes
 
 DEFAULT_POOL = 2 << 30  # bytes, at most, on a CPU
 DEFAULT_FRACTION = 0.9  # of what a GPU has left
@@ -66,7 +66,7 @@ def fit_context(
         raise ConfigError(
             f"the KV pool of {format_bytes(pool.nbytes)} ({pool.reason}) cannot hold a single block of "
             f"{layout.block_size} tokens, which takes {format_bytes(need)}; "
-            f"give at least --kv-memory {need}, or a smaller --block-size"
+            f"give at least --kv-memory {exact_size(need)}, or a smaller --block-size"
         )
     if asked is not None:
         _check_asked(asked, model_limit, fits, layout, pool, first)
@@ -77,10 +77,10 @@ def fit_context(
         own = min(wanted, layout.tokens_that_fit(total, variant.kv_heads))
         by_variant[variant.name] = own
         if own < length:
+            need = layout.physical_blocks(length, variant.kv_heads) * layout.block_bytes
             warnings.append(
                 f"attention mode {variant.name} takes {variant.kv_heads} KV heads: the pool holds {own} "
-                f"tokens of one sequence, not {length}; raise --kv-memory to "
-                f"{layout.physical_blocks(length, variant.kv_heads) * layout.block_bytes} for all of them"
+                f"tokens of one sequence, not {length}; raise --kv-memory to {exact_size(need)} for all"
             )
     return Context(length, wanted if length < wanted else None, by_variant, tuple(warnings))
 
@@ -100,5 +100,5 @@ def _check_asked(
         raise ConfigError(
             f"--max-model-len {asked} needs a KV pool of {format_bytes(need)} and there are "
             f"{format_bytes(pool.nbytes)} ({pool.reason}); the largest that fits is {fits}: lower "
-            f"--max-model-len, or raise --kv-memory to {need}"
+            f"--max-model-len, or raise --kv-memory to {exact_size(need)}"
         )

@@ -28,6 +28,14 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
+def exact_size(count: int) -> str:
+    """`count` bytes in the largest binary unit that keeps it whole, for `parse_size`: `360KiB`."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count and count % 2**power == 0:
+            return f"{count >> power}{unit}"
+    return str(count)
+
+
 def format_bytes(count: int) -> str:
     """`count` bytes for people: three significant digits and a binary unit, whole numbers below 1 KiB."""
     if count < 2**10:

@@ -48,7 +48,7 @@ def test_facts_say_what_was_built(small: Path) -> None:
     assert (mha.kv_heads, mha.group, mha.bytes_per_token, mha.tokens_that_fit) == (4, 1, 1024, 32)
     assert (native.max_len, mha.max_len, facts.max_model_len, facts.clamped_from) == (80, 32, 80, 256)
     assert native.full_length_users == 1.0
-    assert "mha takes 4 KV heads" in facts.warnings[0] and str(20 * BLOCK) in facts.warnings[0]
+    assert "mha takes 4 KV heads" in facts.warnings[0] and "--kv-memory to 80KiB for all" in facts.warnings[0]
     assert manager_of(engine).total == 10
     assert len(facts.fingerprint) == 64
 
@@ -67,7 +67,7 @@ def test_a_context_that_does_not_fit(small: Path) -> None:
     message = refusal(small, kv_memory=16 * BLOCK, max_model_len=200)
     assert message == (
         "--max-model-len 200 needs a KV pool of 104 KiB and there are 64.0 KiB (as asked); the largest that "
-        "fits is 128: lower --max-model-len, or raise --kv-memory to 106496"
+        "fits is 128: lower --max-model-len, or raise --kv-memory to 104KiB"
     )
     fp32_engine(small, kv_memory=106496, max_model_len=200)
     fp32_engine(small, kv_memory=16 * BLOCK, max_model_len=128)
@@ -77,7 +77,7 @@ def test_no_room_for_one_block(small: Path) -> None:
     message = refusal(small, kv_memory=BLOCK)
     assert message == (
         "the KV pool of 4.00 KiB (as asked) cannot hold a single block of 16 tokens, which takes 8.00 KiB; "
-        "give at least --kv-memory 8192, or a smaller --block-size"
+        "give at least --kv-memory 8KiB, or a smaller --block-size"
     )
     refusal(small, kv_memory=2 * BLOCK - 1)
     assert fp32_engine(small, kv_memory=2 * BLOCK)[1].max_model_len == 16

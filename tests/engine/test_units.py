@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.engine.units import format_bytes, parse_size
+from server.engine.units import exact_size, format_bytes, parse_size
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,12 @@ def test_no_sizes(text: str) -> None:
 )
 def test_sizes_for_people(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (1000, "1000"), (1025, "1025"), (368_640, "360KiB"), (3 * 2**20, "3MiB"), (2**41, "2TiB")],
+)
+def test_an_exact_size_is_read_back_as_it_was(count: int, text: str) -> None:
+    assert exact_size(count) == text
+    assert parse_size(text) == count
