@@ -68,13 +68,18 @@ def as_api_error(error: Exception) -> ApiError | None:
             retry = {"retry-after": str(max(1, error.retry_after))}
             return ApiError(429, _sentence(error), code="queue_full", headers=retry)
         case Draining():
-            return ApiError(503, _sentence(error), code="shutting_down", headers={"retry-after": "5"})
+            return shutting_down()
         case EngineDead():
             return ApiError(503, _sentence(error), code="engine_dead")
         case EngineError():
             return ApiError(503, _sentence(error), code="engine_unavailable")
         case _:
             return None
+
+
+def shutting_down() -> ApiError:
+    """What a client is told that came too late."""
+    return ApiError(503, _sentence(Draining()), code="shutting_down", headers={"retry-after": "5"})
 
 
 def internal_error() -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -11,7 +12,7 @@ from ipaddress import ip_address
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.errors import ApiError, internal_error
+from server.api.errors import ApiError, internal_error, shutting_down
 from server.api.state import ApiSettings
 
 KEY_ID = "headroom.key_id"  # in the ASGI scope: which key was used, "" without keys
@@ -49,6 +50,10 @@ class Guard:
             await self._checked(scope, receive, answer, allowed)
         except ApiError as error:
             await error.response()(scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends before this request has: its body never came, say
+            if not started:
+                await shutting_down().response()(scope, receive, answer)
+            raise
         except Exception:
             _log.exception("%s %s failed", scope["method"], scope["path"])
             if not started:

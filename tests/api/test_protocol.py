@@ -133,6 +133,18 @@ async def test_too_much_behind_an_answer_is_not_kept(words: Path) -> None:
         assert reply.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
+async def test_a_request_that_the_end_overtakes(words: Path) -> None:
+    """Half a body when the server stops: told in the one shape, not in uvicorn's."""
+    async with serving(words) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+        writer.write(post(asked(C))[:-5])
+        await asyncio.sleep(0.1)
+    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(body)["error"]["code"] == "shutting_down"
+
+
 def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
