@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,6 +138,10 @@ class IncrementalDetokenizer(Protocol):
         """What was held back, as the full decode gives it (U+FFFD for bytes that stayed incomplete)."""
         ...
 
+    def fork(self) -> IncrementalDetokenizer:
+        """Another that has read the same ids, and goes its own way from here."""
+        ...
+
 
 class ByteLevelDetokenizer:
     """UTF-8 over the joined bytes; an invalid sequence is U+FFFD, as in the full decode."""
@@ -153,6 +158,12 @@ class ByteLevelDetokenizer:
     def finish(self) -> str:
         """U+FFFD if a character stayed incomplete."""
         return self._utf8.decode(b"", final=True)
+
+    def fork(self) -> ByteLevelDetokenizer:
+        """One with the same half of a character."""
+        other = ByteLevelDetokenizer(self._read)
+        other._utf8.setstate(self._utf8.getstate())
+        return other
 
 
 class PieceDetokenizer:
@@ -178,6 +189,12 @@ class PieceDetokenizer:
     def finish(self) -> str:
         """The last run of byte tokens."""
         return self._start(self._end_run())
+
+    def fork(self) -> PieceDetokenizer:
+        """One in the same run of byte tokens, as far from the start."""
+        other = copy(self)
+        other._run = self._run.copy()
+        return other
 
     def _joined(self, piece: str) -> str:
         first, self._first = self._first, False

@@ -83,15 +83,16 @@ class Generation:
         self._stream = stream
         self._prepared = prepared
         self._kv = NOTHING_HELD
-        self._choices = [_Choice(prepared, tokenizer) for _ in range(prepared.num_choices)]
+        self._choices = [_Choice(prepared, tokenizer, index) for index in range(prepared.num_choices)]
         self._running = 0 if stream is None else len(self._choices)
         self._failure: GenerationError | None = None  # raised once what came before it has been taken
         self._items: deque[ChoiceDelta | Done] = deque()
         end = FinishReason.LENGTH if stream is None else None
         for index in range(len(self._choices)):
-            echo = prepared.echo[index // prepared.n] if prepared.echo else ""
-            if echo or end is not None:
-                self._items.append(ChoiceDelta(index, echo, (), end))
+            echo = prepared.echo_of(index)
+            text = "" if echo is None else echo.text if end is None else echo.whole
+            if text or end is not None:
+                self._items.append(ChoiceDelta(index, text, (), end))
         if stream is None:
             self._items.append(self._done())
 
@@ -164,10 +165,11 @@ class Generation:
 class _Choice:
     """One choice's way from tokens to text. `finish` is set once; `count` are its output tokens."""
 
-    def __init__(self, prepared: Prepared, tokenizer: Tokenizer) -> None:
+    def __init__(self, prepared: Prepared, tokenizer: Tokenizer, index: int) -> None:
         self.finish: FinishReason | None = None
         self.count = 0
-        self._detokenizer = tokenizer.detokenizer(continuing=bool(prepared.echo))
+        echo = prepared.echo_of(index)
+        self._detokenizer = tokenizer.detokenizer() if echo is None else echo.read.fork()
         self._matcher = StopMatcher(prepared.stops)
         self._min_tokens = prepared.min_tokens
         self._text: list[str] = []

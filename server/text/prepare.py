@@ -17,6 +17,7 @@ from server.engine.request import Request
 from server.engine.roots import cache_root
 from server.text.asks import ChatAsk, CompletionAsk
 from server.text.chat import ChatTemplate
+from server.text.echo import Echo, echo_of_ids, echo_of_text
 from server.text.errors import RequestError
 from server.text.lengths import Budget, too_long
 from server.text.params import MAX_CHOICES, Terms, integer, refuse, terms, text
@@ -41,7 +42,7 @@ class Prepared:
 
     `request` is None where nothing has to be generated (completions with max_tokens 0): `generate` then
     answers without the engine. `model` is the name to echo, `prompts` the ids of each prompt, choice `i`
-    belongs to prompt `i // n`. `echo` holds one text per prompt to send before its choices, or is empty.
+    belongs to prompt `i // n`. `echo` has what to send before the choices of each prompt, or is empty.
     `prompt_tokens` counts every prompt once, whatever `n`.
     """
 
@@ -54,12 +55,16 @@ class Prepared:
     request: Request | None
     stops: tuple[str, ...] = ()
     min_tokens: int = 0
-    echo: tuple[str, ...] = ()
+    echo: tuple[Echo, ...] = ()
 
     @property
     def num_choices(self) -> int:
         """Of all prompts together."""
         return len(self.prompts) * self.n
+
+    def echo_of(self, index: int) -> Echo | None:
+        """What choice `index` begins with, None if with its own text."""
+        return self.echo[index // self.n] if self.echo else None
 
 
 class Preparer:
@@ -92,7 +97,7 @@ class Preparer:
         prompts = tuple(
             check_ids(name, prompt, self._served.vocab_rows) for name, prompt in zip(names, ids, strict=True)
         )
-        echo = (given.texts or await self._decode(prompts)) if ask.echo else ()
+        echo = await self._echo(given.texts, prompts) if ask.echo else ()
         return self._prepared(ask, checked, model, variant, prompts, max_tokens, echo)
 
     async def chat(self, ask: ChatAsk) -> Prepared:
@@ -146,10 +151,14 @@ class Preparer:
             for name, content in zip(names, texts, strict=True)
         ]
 
-    async def _decode(self, prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
-        """Texts to echo; there may be a million ids."""
+    async def _echo(self, texts: Sequence[str], prompts: Sequence[Sequence[int]]) -> tuple[Echo, ...]:
+        """Prompts as the client gave them, as texts or as ids, of which there may be a million."""
+        if texts:
+            return tuple(echo_of_text(content, self._tokenizer) for content in texts)
         loop = asyncio.get_running_loop()
-        return tuple([await loop.run_in_executor(self._pool, self._tokenizer.decode, ids) for ids in prompts])
+        return tuple(
+            [await loop.run_in_executor(self._pool, echo_of_ids, ids, self._tokenizer) for ids in prompts]
+        )
 
     def _encode_now(self, content: str, special: bool) -> list[int]:
         return self._tokenizer.encode(content) if special else self._tokenizer.encode_rendered(content)
@@ -173,7 +182,7 @@ class Preparer:
         variant: ServedVariant,
         prompts: tuple[tuple[int, ...], ...],
         max_tokens: int,
-        echo: tuple[str, ...],
+        echo: tuple[Echo, ...],
     ) -> Prepared:
         if checked.min_tokens > max_tokens:
             raise refuse(

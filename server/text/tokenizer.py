@@ -67,7 +67,7 @@ class Tokenizer:
 
     def detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
         """A fresh stream whose joined text equals `decode(ids)`; costs O(1) a token, over the whole text.
-        `continuing`: the text follows an echoed prompt, so a sentencepiece leading space is kept."""
+        `continuing`: the text follows another, so a sentencepiece leading space is kept."""
         return detokenizer(self._plan, self._read, continuing)
 
     def min_tokens(self, text: bytes) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from server.engine.request import FinishReason, KVPeak, Request, SamplingParams, TokenEvent
+from server.text.echo import Echo, echo_of_text
 from server.text.errors import GenerationError
 from server.text.generate import ChoiceDelta, Done, Generation, generate
 from server.text.prepare import Prepared
@@ -53,7 +54,7 @@ def prepared(
     prompts: int = 1,
     stops: Sequence[str] = (),
     min_tokens: int = 0,
-    echo: tuple[str, ...] = (),
+    echo: tuple[Echo, ...] = (),
     empty: bool = False,
 ) -> Prepared:
     ids = ((5, 6, 7),) * prompts
@@ -225,11 +226,13 @@ async def test_one_choices_stop_leaves_the_others(tokenizer: Tokenizer) -> None:
 
 
 async def test_echo_comes_first_and_is_no_place_for_stops(tokenizer: Tokenizer, sp: Tokenizer) -> None:
-    rain = tokenizer.encode("rain")
-    deltas, done = await play(script(rain), prepared(stops=["Hello"], echo=("Hello ",)), tokenizer)
+    rain, hello = tokenizer.encode("rain"), echo_of_text("Hello ", tokenizer)
+    deltas, done = await play(script(rain), prepared(stops=["Hello"], echo=(hello,)), tokenizer)
     assert text(deltas) == "Hello rain" and deltas[0] == ChoiceDelta(0, "Hello ", ())
     assert done.completion_tokens == len(rain)
-    deltas, _ = await play(script(sp.encode("rain")[1:]), prepared(echo=("before the",)), sp)
+    deltas, _ = await play(
+        script(sp.encode("rain")[1:]), prepared(echo=(echo_of_text("before the", sp),)), sp
+    )
     assert text(deltas) == "before the rain"
 
 
@@ -238,7 +241,7 @@ async def test_nothing_to_generate(tokenizer: Tokenizer) -> None:
     deltas, done = await play(service, prepared(n=2, empty=True), tokenizer)
     assert deltas == [ChoiceDelta(0, "", (), LENGTH), ChoiceDelta(1, "", (), LENGTH)]
     assert done == Done(3, 0, 0, KVPeak(0, 0, 0, 0))
-    deltas, _ = await play(service, prepared(echo=("Hello",), empty=True), tokenizer)
+    deltas, _ = await play(service, prepared(echo=(echo_of_text("Hello", tokenizer),), empty=True), tokenizer)
     assert deltas == [ChoiceDelta(0, "Hello", (), LENGTH)]
 
 

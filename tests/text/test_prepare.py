@@ -207,9 +207,11 @@ async def test_min_tokens_and_stop_ids(preparer: Preparer) -> None:
 
 async def test_echo_is_the_prompt_byte_for_byte(preparer: Preparer) -> None:
     text = "x != y and 'ok' .\n  🦙"
-    assert (await completion(preparer, text, echo=True)).echo == (text,)
+    echo = (await completion(preparer, text, echo=True)).echo
+    assert [part.whole for part in echo] == [text]
     ids = (await completion(preparer, text)).prompts[0]
-    assert (await completion(preparer, list(ids), echo=True, max_tokens=0)).echo == (text,)
+    echo = (await completion(preparer, [list(ids), [5]], echo=True, max_tokens=0)).echo
+    assert [part.whole for part in echo] == [text, preparer._tokenizer.decode([5])]
     assert (await completion(preparer, text, echo=False)).echo == ()
     with pytest.raises(RequestError, match="echo"):
         await completion(preparer, text, echo=1)
