@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
@@ -99,6 +100,16 @@ class Terminal:
         before, _, self.said = self.said.partition(part)
         return before
 
+    def interrupt(self, part: str) -> None:
+        """Press Ctrl-C, as often as it takes until `part` is said: readline loses a signal that comes after it
+        has printed the prompt and before it waits."""
+        for _ in range(10):
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(AssertionError):
+                self.until(part, seconds=2.0)
+                return
+        raise AssertionError(self.said)
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
@@ -119,11 +130,9 @@ def test_chat_at_a_terminal(terminal: Terminal) -> None:
     terminal.until("> ")
     terminal.type("Hi\n")
     terminal.until("Hello world")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.until("[stopped]")
+    terminal.interrupt("[stopped]")
     terminal.until("> ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.until("(Ctrl-D or /quit leaves)")
+    terminal.interrupt("(Ctrl-D or /quit leaves)")
     terminal.until("> ")
     terminal.type("/reset\n")
     terminal.until("forgotten")
