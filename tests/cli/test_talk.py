@@ -101,8 +101,8 @@ class Terminal:
         return before
 
     def interrupt(self, part: str) -> None:
-        """Press Ctrl-C, as often as it takes until `part` is said: readline loses a signal that comes after it
-        has printed the prompt and before it waits."""
+        """Press Ctrl-C until `part` is said: readline loses a signal that comes after it has printed the
+        prompt and before it waits, a moment that a test meets and a person does not."""
         for _ in range(10):
             self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(AssertionError):
