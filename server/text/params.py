@@ -53,12 +53,17 @@ def terms(
     if ask.ignore_eos is not None and not isinstance(ask.ignore_eos, bool):
         raise refuse("ignore_eos", ask.ignore_eos, "must be true or false")
     own = _stop_ids(ask.stop_token_ids, vocab_rows)
+    stop_ids = own if ask.ignore_eos else own | eos_ids
+    min_tokens = 0 if ask.min_tokens is None else integer("min_tokens", ask.min_tokens, 0)
+    if min_tokens and len(stop_ids) == vocab_rows:
+        rule = f"must be 0 where each of the {vocab_rows} tokens ends the answer: there is none to begin with"
+        raise refuse("min_tokens", min_tokens, rule)
     return Terms(
         n=_choices(ask.n, prompts),
         sampling=_sampling(ask, defaults, vocab_rows),
         stops=_stop_strings(ask.stop),
-        stop_ids=own if ask.ignore_eos else own | eos_ids,
-        min_tokens=0 if ask.min_tokens is None else integer("min_tokens", ask.min_tokens, 0),
+        stop_ids=stop_ids,
+        min_tokens=min_tokens,
         cache_salt=_cache_salt(salt),
     )
 

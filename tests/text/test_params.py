@@ -121,6 +121,19 @@ def test_stops() -> None:
     assert check(ignore_eos=False).stop_ids == EOS
 
 
+def test_some_token_must_be_left_to_begin_with() -> None:
+    """A small vocabulary can be barred whole by `min_tokens`: the model would have nothing to draw from."""
+
+    def small(rows: int, **fields: Any) -> Terms:
+        ask = SamplingAsk(stop_token_ids=[0, 1, 2, 3], **fields)
+        return terms(ask, None, prompts=1, eos_ids=EOS, vocab_rows=rows, defaults=OPENAIS)
+
+    with pytest.raises(RequestError, match=r"^min_tokens: must be 0 where each of the 4 tokens .*, got 1\.$"):
+        small(4, min_tokens=1)
+    assert small(5, min_tokens=1).min_tokens == 1
+    assert small(4, min_tokens=0).stop_ids == small(4).stop_ids == {0, 1, 2, 3}
+
+
 def test_cache_salt() -> None:
     assert check(salt="x" * 128).cache_salt == "x" * 128
     for wrong in ("x" * 129, 5, "\udc00"):
