@@ -29,7 +29,7 @@ from server.engine.memory import free_memory
 from server.engine.options import EngineOptions
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits
-from server.engine.sizing import Context, PoolSize, fit_context, size_pool
+from server.engine.sizing import DEFAULT_POOL, Context, PoolSize, fit_context, size_pool
 
 CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 2048
@@ -66,7 +66,7 @@ def build_engine(options: EngineOptions, model_folder: Path) -> tuple[Engine, En
         _fit(options, config, layout, shape, size_pool(options.kv_memory, None, 0, on_gpu=False))
     linear = choose_linear_backend(device, dtype.dtype)
     weights = load_weights(model_folder, config, device=device, dtype=dtype.dtype, linear=linear)
-    longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    longest = _longest(options, config, layout, shape)
     decoder = Decoder(config, weights, device, max_position=longest)
     attention = choose_attention_backend(device, dtype.dtype)
     parts = _Parts(config, _limits(options, device), dtype, layout, shape, decoder, attention, linear)
@@ -101,6 +101,20 @@ def _limits(options: EngineOptions, device: torch.device) -> Limits:
     if tokens is None:
         tokens = max(GPU_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS, options.max_num_seqs)
     return Limits(tokens, options.max_num_seqs)
+
+
+def _longest(options: EngineOptions, config: ModelConfig, layout: KVLayout, shape: Shape) -> int:
+    """Tokens of the longest sequence that there can be, whose positions need tables: what the model allows,
+    or less, where it is known already that no pool will hold it (a context of a billion costs nothing)."""
+    longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    most = options.kv_memory
+    if most is None and options.kv_fraction is None and shape.device.type != "cuda":
+        most = DEFAULT_POOL
+    if most is None:
+        return longest
+    blocks = layout.total_blocks(most)
+    fits = max(layout.tokens_that_fit(blocks, variant.kv_heads) for variant in shape.variants.values())
+    return max(1, min(longest, fits))  # where not even one fits, `_fit` says so
 
 
 def _size(options: EngineOptions, parts: _Parts, longest: int) -> PoolSize:

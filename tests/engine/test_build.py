@@ -11,13 +11,13 @@ import torch
 
 from model.errors import ModelError
 from model.heads import NativeHeads, RepeatHeads, Variant
-from server.engine import build, device
+from server.engine import build, device, sizing
 from server.engine.build import build_engine
 from server.engine.device import choose_device, choose_dtype, cpu_flags
 from server.engine.errors import ConfigError
 from server.engine.options import EngineOptions
 from server.engine.sizing import size_pool
-from tests.support.driving import fp32_engine
+from tests.support.driving import fp32_engine, greedy_request, run
 from tests.support.engines import manager_of
 
 CPU = torch.device("cpu")
@@ -172,6 +172,23 @@ def test_16_bit_checkpoints_run_in_their_dtype_or_fp32(tiny: Callable[..., Path]
     expected = "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_bf16"} else "float32"
     assert facts.dtype == facts.kv_dtype == expected
     assert "the checkpoint is bfloat16" in facts.dtype_reason
+
+
+@pytest.mark.parametrize("memory", [8 * BLOCK, None])
+def test_positions_that_no_pool_holds_cost_nothing(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, memory: int | None
+) -> None:
+    """Tables for two billion positions would take 128 GiB."""
+    monkeypatch.setattr(build, "DEFAULT_POOL", 8 * BLOCK)
+    monkeypatch.setattr(sizing, "DEFAULT_POOL", 8 * BLOCK)
+    folder = tiny(max_position_embeddings=2**31 - 1)
+    many = (Variant("native", NativeHeads(2)), Variant("mqa", NativeHeads(1)))
+    engine, facts = fp32_engine(folder, variants=many, kv_memory=memory)
+    assert [variant.max_len for variant in facts.variants] == [64, 128]
+    assert engine._runner._decoder.rope._cos.shape[0] == 128
+    engine, _ = fp32_engine(folder, kv_memory=memory)
+    (answer,) = run(engine, [greedy_request([5] * 60, 4)])[0]
+    assert (len(answer.ids), answer.error) == (4, None)
 
 
 def test_a_large_pool_takes_no_memory_until_it_is_used(small: Path) -> None:
