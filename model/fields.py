@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from model.errors import ModelError
 
+_MOST = 2**31 - 1  # of tokens, heads, layers, rows: more is a mistake, or an attack
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -38,12 +40,16 @@ class Fields:
         return default
 
     def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
-        """A whole number of at least `minimum`, or None."""
+        """A whole number of at least `minimum`, and below 2^31, or None."""
         value = self.values.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.fail(f"{name} is {value!r}; it must be a whole number of at least {minimum}")
+        if value > _MOST:
+            digits = str(value)
+            told = digits if len(digits) <= 20 else f"a number of {len(digits)} digits"
+            raise self.fail(f"{name} is {told}; it must be at most {_MOST}")
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:

@@ -46,27 +46,29 @@ def read_special_tokens(
     tokenizer's class fills by itself, `in_file` the added tokens of tokenizer.json by id, `pieces` what
     sentencepiece's file marks as a token of its own (extra tokens, unless a JSON file lists some)."""
     roles: dict[str, Any] = {**defaults, **_roles(config)}
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    source = folder / "tokenizer_config.json"
+    extra = _extra(config, "extra_special_tokens", source) or _extra(
+        config, "additional_special_tokens", source
+    )
     if isinstance(extra, dict):
         roles.update(extra)
         extra = None
     if "added_tokens_decoder" in config:
-        source = folder / "tokenizer_config.json"
-        by_id = {int(index): _token(value, source) for index, value in config["added_tokens_decoder"].items()}
+        by_id = _by_id(config["added_tokens_decoder"], source)
     else:
-        shared = read_object(folder / "special_tokens_map.json")
+        source = folder / "special_tokens_map.json"
+        shared = read_object(source)
         roles.update(_roles(shared))
-        listed = shared.get("extra_special_tokens")
+        listed = _extra(shared, "extra_special_tokens", source)
         if isinstance(listed, dict):
             roles.update(listed)
         elif listed:
             extra = [*(extra or ()), *(token for token in listed if token not in (extra or ()))]
         elif extra is None:
-            extra = shared.get("additional_special_tokens")
+            extra = _extra(shared, "additional_special_tokens", source)
         special = {_content(value) for value in (*roles.values(), *(extra or ())) if value is not None}
         by_id = {**_added_tokens(folder, special), **in_file}
     known = {token.content: token for token in by_id.values()}
-    source = folder / "special_tokens_map.json"
     named = {role: _role_token(value, known, source) for role, value in roles.items() if value is not None}
     order = [*(role for role in _NAMED if role in named), *(role for role in named if role not in _NAMED)]
     return SpecialTokens(
@@ -74,6 +76,21 @@ def read_special_tokens(
         extra=pieces if extra is None else tuple(_token(value, source) for value in extra),
         by_id=by_id,
     )
+
+
+def _extra(config: Mapping[str, Any], key: str, source: Path) -> Any:
+    """A list of tokens, an object of roles, or None."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, list | dict):
+        raise ModelError(f"{source}: {key} is {value!r}; a list of tokens or an object is expected")
+    return value
+
+
+def _by_id(declared: Any, source: Path) -> dict[int, AddedToken]:
+    """`added_tokens_decoder`: ids, spelled as texts, to tokens."""
+    if not isinstance(declared, dict) or not all(index.isdecimal() for index in declared):
+        raise ModelError(f"{source}: added_tokens_decoder must be an object of ids and tokens")
+    return {int(index): _token(value, source) for index, value in declared.items()}
 
 
 def _roles(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -172,6 +172,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"num_hidden_layers": "four"}, r"num_hidden_layers is 'four'; .*whole number"),
     "float": ({"num_hidden_layers": 4.5}, r"num_hidden_layers is 4.5"),
     "bool": ({"num_hidden_layers": True}, r"num_hidden_layers is True"),
+    "absurd layers": (
+        {"num_hidden_layers": 10**30},
+        r"layers is a number of 31 digits; .*2147483647",
+    ),
+    "absurd context": ({"max_position_embeddings": 2**31}, r"embeddings is 2147483648; it must be at most"),
     "flag": ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings is 'yes'; it must be true or false"),
     "eps": ({"rms_norm_eps": float("nan")}, r"rms_norm_eps is nan"),
     "eos": ({"eos_token_id": ["</s>"]}, r"eos_token_id is \['</s>'\]"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,10 @@ def test_ids_beyond_the_vocabulary_decode_to_nothing(built: Callable[[str], tupl
     assert ours.piece(49_200) is None and ours.piece(-1) is None
 
 
+def spoil_tokens(name: str, key: str, value: Any, folder: Path) -> None:
+    edit_json(folder / name, **{key: value})
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -152,6 +156,19 @@ def test_ids_beyond_the_vocabulary_decode_to_nothing(built: Callable[[str], tupl
         ),
         (lambda folder: edit_json(folder / "tokenizer_config.json", eos_token={"a": 1}), "is not a token"),
         (lambda folder: edit_json(folder / "added_tokens.json", **{"<x>": "7"}), "an integer is expected"),
+        *(
+            (partial(spoil_tokens, name, key, value), f"{name}: {key} is .*a list of tokens or an object")
+            for name in ("tokenizer_config.json", "special_tokens_map.json")
+            for key in ("extra_special_tokens", "additional_special_tokens")
+            for value in (7, True, "<x>")
+        ),
+        *(
+            (
+                partial(spoil_tokens, "tokenizer_config.json", "added_tokens_decoder", value),
+                "tokenizer_config.json: added_tokens_decoder must be an object of ids and tokens",
+            )
+            for value in ([], "x", 0, {"a": "<x>"}, {"-1": "<x>"})
+        ),
     ],
 )
 def test_an_unreadable_tokenizer_is_one_line_that_names_the_file(
@@ -162,6 +179,15 @@ def test_an_unreadable_tokenizer_is_one_line_that_names_the_file(
     with pytest.raises(ModelError, match=message) as caught:
         Tokenizer.from_folder(tmp_path)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_no_special_tokens_at_all(tmp_path: Path) -> None:
+    byte_level()(tmp_path)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        for key in ("extra_special_tokens", "additional_special_tokens"):
+            for nothing in ([], {}):
+                spoil_tokens(name, key, nothing, tmp_path)
+                assert Tokenizer.from_folder(tmp_path).special["eos_token"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 3000])
