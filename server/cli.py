@@ -76,6 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _is_memory(error: Exception) -> bool:
+    """Whether there was not enough; torch has a class of its own for a GPU's, and none for the CPU's."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
+
+
 def _for_user(error: Exception) -> str | None:
     """The one line for a fault that the user can mend; None for a bug of ours."""
     from model.errors import ModelError
@@ -84,7 +93,7 @@ def _for_user(error: Exception) -> str | None:
 
     if isinstance(error, (ModelError, ConfigError, RequestError)):
         return " ".join(str(error).split())
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if _is_memory(error):
         return "not enough memory for this model and its pool; lower --kv-memory, or take a smaller model"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"

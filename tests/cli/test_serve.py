@@ -126,6 +126,16 @@ def test_starts_that_cannot_work(here: InProcess, tiny_served: Path, tmp_path: P
     assert "config.json" in refused(broken)
 
 
+def test_torchs_own_words_for_no_memory(
+    here: InProcess, tiny_served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: object) -> None:
+        torch.empty(2**50, dtype=torch.float32, device="cpu")
+
+    monkeypatch.setattr("server.app.build_engine", build)
+    check_one_line(here("serve", str(tiny_served), "--port", "0"), "not enough memory for this model")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_cuda_without_a_gpu(here: InProcess, tiny_served: Path) -> None:
     check_one_line(here("serve", str(tiny_served), "--port", "0", "--device", "cuda"), "--device")
