@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -92,6 +93,8 @@ def test_its_install_and_entrypoint_work_in_a_clean_environment(tmp_path: Path, 
     venv = tmp_path / "venv"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     environment |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    # The base image has a `python`; Debian has only `python3`, so that of the tests stands in.
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
     _build(BUILD, tmp_path / "src", venv, environment)
 
     installed = subprocess.run([venv / "bin/pip", "list"], capture_output=True, text=True, check=True).stdout
