@@ -199,10 +199,10 @@ class EngineService:
             while engine.dead is None and self._take_commands():
                 if engine.has_work:
                     events = engine.step()
+                    self._dead = engine.dead  # known before anybody is told
                     self._snapshot = _Snapshot(engine.stats(), self._snapshot.accepted)
                     if events:
                         self._post(self._deliver, events)
-            self._dead = engine.dead
         except BaseException as error:  # nothing may end this thread unnoticed
             logger.critical("the engine's thread ends", exc_info=True)
             self._dead = f"{type(error).__name__}: {error}"

@@ -241,7 +241,9 @@ async def test_stop_aborts_what_outlives_the_grace(engine: Engine, service: Engi
     assert (await reading)[-1].finish is FinishReason.ABORT
 
 
-async def test_a_dead_engine_tells_everybody_at_once(engine: Engine, service: EngineService) -> None:
+async def test_a_dead_engine_tells_everybody_at_once(
+    engine: Engine, service: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L4: in flight, waiting, and whoever comes later."""
 
     def hook(batch: Any) -> None:
@@ -249,11 +251,20 @@ async def test_a_dead_engine_tells_everybody_at_once(engine: Engine, service: En
         if engine.stats().steps >= 3:
             raise RuntimeError("a fault on purpose")
 
+    post, told = service._post, []
+
+    def noted(callback: Callable[..., None], *args: list[TokenEvent]) -> None:
+        if any(event.finish is FinishReason.ERROR for events in args for event in events):
+            told.append(service.health().status)
+        post(callback, *args)
+
+    monkeypatch.setattr(service, "_post", noted)
     on_batches(engine, hook)
     streams = [await service.submit(long_request(i)) for i in range(6)]
     for events in await asyncio.wait_for(asyncio.gather(*map(collect, streams)), 5):
         assert events[-1].finish is FinishReason.ERROR and events[-1].error
-    await until(lambda: service.health().status is Status.DEAD)
+    assert service.health().status is Status.DEAD
+    assert told == [Status.DEAD]  # known before anybody heard of it
     assert not service.health().ok and "on purpose" in service.health().detail
     for call in (lambda: service.submit(long_request()), service.report, lambda: service.blocks(0, 1)):
         with pytest.raises(EngineDead):
