@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionStep, LayerKV
 from model.config import ModelConfig
-from model.heads import HeadMap, Segment
+from model.heads import HeadMap, KeyNorm, Segment
 from model.linear import Linear
 from model.rope import Rope, Rotation
 from model.weights import LayerWeights, ModelWeights
@@ -68,11 +68,13 @@ class Decoder:
         q, k, v = fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
         if layer.q_norm is not None:
             q = self._norm(q, layer.q_norm)
-        if layer.k_norm is not None:
-            k = self._norm(k, layer.k_norm)
-        q, k, v = step.map_heads(index, q, k, v)
+        q, k, v = step.map_heads(index, q, k, v, self._key_norm(layer))
         attended = step.attention.forward(q, k, v, kv, config.windows[index])
         return step.project(index, attended.flatten(1), layer.o)
+
+    def _key_norm(self, layer: LayerWeights) -> KeyNorm:
+        weight = layer.k_norm
+        return (lambda k: k) if weight is None else (lambda k: self._norm(k, weight))
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """x `[T, hidden]` fp32 -> what the gated MLP adds to it."""
@@ -91,8 +93,7 @@ class _Part:
 
     head_map: HeadMap
     span: slice
-    positions: Tensor  # of the span, as `rotation` is
-    rotation: Rotation
+    rotation: Rotation  # of the span's tokens
 
 
 def _parts(segments: Sequence[Segment], positions: Tensor, rope: Rope) -> tuple[_Part, ...]:
@@ -102,11 +103,11 @@ def _parts(segments: Sequence[Segment], positions: Tensor, rope: Rope) -> tuple[
     if ends != starts:
         raise ValueError(f"segments must tile tokens [0, {positions.shape[0]}), got {segments}")
     if len(segments) == 1:  # the usual case: nothing is sliced
-        return (_Part(segments[0].head_map, slice(None), positions, rope.at(positions)),)
+        return (_Part(segments[0].head_map, slice(None), rope.at(positions)),)
     parts = []
     for segment in segments:
         span = slice(segment.start, segment.stop)
-        parts.append(_Part(segment.head_map, span, positions[span], rope.at(positions[span])))
+        parts.append(_Part(segment.head_map, span, rope.at(positions[span])))
     return tuple(parts)
 
 
@@ -117,15 +118,15 @@ class _Step:
     attention: AttentionStep
     parts: tuple[_Part, ...]
 
-    def map_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def map_heads(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Native q `[T, Hq, D]`, k, v `[T, Hkv, D]` -> q `[T, Hq, D]` and all segments' k, v as `[N, D]`."""
         head_dim = q.shape[2]
         queries, keys, values = [], [], []
         for part in self.parts:
             span = part.span
-            own_q, own_k, own_v = part.head_map.qkv(
-                layer, q[span], k[span], v[span], part.positions, part.rotation
-            )
+            own_q, own_k, own_v = part.head_map.qkv(layer, q[span], k[span], v[span], k_norm, part.rotation)
             queries.append(own_q)
             keys.append(own_k.reshape(-1, head_dim))
             values.append(own_v.reshape(-1, head_dim))

@@ -3,13 +3,14 @@
 MHA has a KV head for each query head (arXiv 1706.03762), MQA one for all (arXiv 1911.02150), GQA one for each
 group of them (arXiv 2305.13245).
 
-Every variant runs the native projections; its head map turns the native q, k, v (after bias and
-q/k norm, before RoPE) into the variant's own, position-encoded, before they reach the cache, and
-may own the output projection after attention. Nothing else in the decoder knows the mode.
+Every variant runs the native projections; its head map turns the native q, k, v into the variant's own,
+normed and position-encoded, before they reach the cache, and may own the output projection after attention.
+Nothing else in the decoder knows the mode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from model.linear import Linear
 from model.rope import Rotation
+
+# The checkpoint's k-norm over the last axis; it changes nothing where the checkpoint has none.
+KeyNorm = Callable[[Tensor], Tensor]
 
 
 class HeadMap(Protocol):
@@ -32,12 +36,24 @@ class HeadMap(Protocol):
         """Whether `out` uses weights of its own; if not, its tokens share the native o_proj call."""
         ...
 
-    def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[T, Hq, D]`, k, v `[T, Hkv, D]`, positions `[T]` -> q `[T, Hq, D]`, k, v `[T, kv_heads, D]`.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that the map owns beside the checkpoint's."""
+        ...
 
-        `rotation` turns by those positions in the checkpoint's own frequencies.
+    @property
+    def identity(self) -> str:
+        """What its cache depends on beside the checkpoint and `kv_heads`: the map's name and a digest of its
+        weights; empty for an exact map. Caches of different identities never mix."""
+        ...
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Native q `[T, Hq, D]`, k, v `[T, Hkv, D]` -> q `[T, Hq, D]`, k, v `[T, kv_heads, D]`.
+
+        All come after bias; q is normed already, k is not: the map calls `k_norm`, before or after it mixes
+        heads. `rotation` turns each token by its position, in the checkpoint's own frequencies.
         """
         ...
 
@@ -52,12 +68,14 @@ class NativeHeads:
 
     kv_heads: int
     owns_output: bool = False
+    nbytes: int = 0
+    identity: str = ""
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `HeadMap.qkv`."""
-        return rotation.apply(q), rotation.apply(k), v
+        return rotation.apply(q), rotation.apply(k_norm(k)), v
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
         """See `HeadMap.out`."""
@@ -70,18 +88,50 @@ class RepeatHeads:
 
     kv_heads: int
     owns_output: bool = False
+    nbytes: int = 0
+    identity: str = ""
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `HeadMap.qkv`."""
         times = self.kv_heads // k.shape[1]
-        k = rotation.apply(k).repeat_interleave(times, dim=1)  # [T, Hkv, D] -> [T, kv_heads, D]
+        k = rotation.apply(k_norm(k)).repeat_interleave(times, dim=1)  # [T, Hkv, D] -> [T, kv_heads, D]
         return rotation.apply(q), k, v.repeat_interleave(times, dim=1)
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
         """See `HeadMap.out`."""
         return o_proj(attended)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanHeads:
+    """Fewer KV heads, each the mean of a group of the checkpoint's: lossy, and free of weights.
+
+    The start that the GQA paper trains on from (arXiv 2305.13245): without that training it ruins a model.
+    """
+
+    kv_heads: int
+    owns_output: bool = False
+    nbytes: int = 0
+    identity: str = "mean"
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `HeadMap.qkv`. Keys are averaged before `k_norm`, as a checkpoint with such heads would norm them."""
+        k = rotation.apply(k_norm(self._mean(k)))
+        return rotation.apply(q), k, self._mean(v)
+
+    def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
+        """See `HeadMap.out`."""
+        return o_proj(attended)
+
+    def _mean(self, heads: Tensor) -> Tensor:
+        """`[T, Hkv, D]` -> `[T, kv_heads, D]`: neighbours averaged, in fp32."""
+        tokens, count, head_dim = heads.shape
+        grouped = heads.reshape(tokens, self.kv_heads, count // self.kv_heads, head_dim)
+        return grouped.float().mean(dim=2).to(heads.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.heads import NativeHeads, RepeatHeads, Variant
+from model.heads import KeyNorm, NativeHeads, RepeatHeads, Variant
 from model.linear import Linear
 from model.rope import Rotation
 from tests.support import checkpoints
@@ -36,11 +36,13 @@ class ToyHeads:
     projections: tuple[Tensor, ...]
     kv_heads: int = 1
     owns_output: bool = True
+    nbytes: int = 0
+    identity: str = "toy"
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return rotation.apply(q), rotation.apply(k[:, :1]), v[:, :1]
+        return rotation.apply(q), rotation.apply(k_norm(k)[:, :1]), v[:, :1]
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
         return attended @ self.projections[layer].T

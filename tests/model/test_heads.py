@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.decoder import Decoder
-from model.heads import HeadMap, NativeHeads, RepeatHeads, Variant
+from model.heads import HeadMap, KeyNorm, MeanHeads, NativeHeads, RepeatHeads, Variant
 from model.linear import Linear, PlainLinear
 from model.rope import Rotation
+from tests.support import checkpoints
 from tests.support.decoding import load_decoder, new_rig, run_alone, run_step, some_ids
 from tests.support.equality import assert_same_logits
 from tests.support.reference import load_reference
@@ -28,12 +30,14 @@ class OwnOutput:
     weight: Tensor  # [hidden, Hq * D]
     kv_heads: int = 1
     owns_output: bool = True
+    nbytes: int = 0
+    identity: str = "toy"
 
     def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
         k = k.mean(dim=1, keepdim=True)
-        return rotation.apply(q), rotation.apply(k), v.mean(dim=1, keepdim=True)
+        return rotation.apply(q), rotation.apply(k_norm(k)), v.mean(dim=1, keepdim=True)
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
         return PlainLinear(self.weight * (layer + 1), None)(attended)
@@ -68,6 +72,26 @@ def test_repeated_heads_give_the_checkpoint_s_logits(
     ids = some_ids(50)
     ours = run_alone(decoder, ids, RepeatHeads(more), 13)
     assert_same_logits(ours, load_reference(folder).logits(ids))
+
+
+@pytest.mark.parametrize(("kv_heads", "fewer"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_mean_heads_give_the_logits_of_a_checkpoint_with_averaged_projections(
+    tiny: Tiny, tmp_path: Path, family: str, kv_heads: int, fewer: int
+) -> None:
+    """The projection is linear, so the mean of heads is the head of mean weights (and biases: qwen2)."""
+    folder = tiny(family=family, kv_heads=kv_heads)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            groups = tensor.view(fewer, kv_heads // fewer, 16, *tensor.shape[1:])
+            tensors[name] = groups.mean(dim=1).flatten(0, 1).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    checkpoints.edit_config(tmp_path, {"num_key_value_heads": fewer})
+    ids = some_ids(50)
+    ours = run_alone(load_decoder(folder), ids, MeanHeads(fewer), 13)
+    assert_same_logits(ours, load_reference(tmp_path).logits(ids))
 
 
 def test_maps_side_by_side_equal_each_alone(tiny: Tiny) -> None:
