@@ -21,7 +21,7 @@ class LayerFit:
     """
 
     frequency: Tensor  # [K, S] int64: the native pair (i, i + S) that a slot is made from
-    key: Tensor  # [Hkv, S] complex64: shared key of slot s = sum over the group of key[h, s] * k_h[frequency[s]]
+    key: Tensor  # [Hkv, S] complex64: slot s of the shared key is sum over h of key[h, s] * k_h[frequency[s]]
     query: Tensor  # [Hkv, S] complex64: a reader of native head h uses q[frequency[s]] * query[h, s]
     v_in: Tensor  # [K, D, h * D] fp32: shared value = v_in @ the group's values, one after the other
     o: Tensor  # [hidden, Hq * D] fp32: the map's own output projection
@@ -64,5 +64,5 @@ def _digest(kind: str, kv_heads: int, layers: tuple[LayerFit, ...]) -> str:
     for index, layer in enumerate(layers):
         for name, tensor in layer_tensors(layer).items():
             digest.update(f"\n{index} {name} {list(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
