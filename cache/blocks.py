@@ -18,10 +18,11 @@ class BlockAllocator:
 
     Columns, indexed by logical block: `ids [capacity, max_heads]` (the first `heads` count), `heads`
     (0 = not in use), `variant`, `refs` (sequences that hold it), `pins` (planned copies that still
-    read it).
+    read it). `live [variants]` counts, by variant, the physical blocks that a sequence or a planned
+    copy holds.
     """
 
-    def __init__(self, total: int, *, max_heads: int, min_heads: int) -> None:
+    def __init__(self, total: int, *, max_heads: int, min_heads: int, variants: int) -> None:
         if min(max_heads, min_heads) < 1 or max_heads < min_heads:
             raise CacheError(f"KV heads must satisfy 1 <= min <= max, got {min_heads} and {max_heads}")
         self.total = total
@@ -35,6 +36,7 @@ class BlockAllocator:
         self._id_stack = np.arange(total - 1, -1, -1, dtype=np.int32)
         self._block_stack = np.arange(self.capacity - 1, -1, -1, dtype=np.int32)
         self.free = total
+        self.live = np.zeros(variants, dtype=np.int64)
         self._blocks_left = self.capacity
 
     def take(self, count: int, heads: int, variant: int) -> Int32:
@@ -46,6 +48,7 @@ class BlockAllocator:
         ids = self._id_stack[self.free - taken : self.free][::-1]
         self._blocks_left -= count
         self.free -= taken
+        self.live[variant] += taken
         self.ids[blocks, :heads] = ids.reshape(count, heads)
         self.heads[blocks] = heads
         self.variant[blocks] = variant
@@ -63,6 +66,10 @@ class BlockAllocator:
         self.free += len(ids)
         self._blocks_left += count
         self.heads[blocks] = 0
+
+    def count_live(self, blocks: Int32, sign: int = 1) -> None:
+        """Counts blocks in that are held again, or out (-1) those that have lost their last holder."""
+        np.add.at(self.live, self.variant[blocks], sign * self.heads[blocks])
 
     def ids_of(self, blocks: Int32) -> Int32:
         """The physical ids of `blocks`, flat, block by block, heads inner."""

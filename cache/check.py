@@ -82,6 +82,8 @@ def _check_holders(state: CacheState) -> None:
     cached = published & ~live
     _require(int(store.heads[cached].sum()) == state.index.cached, "cached blocks are counted")
     _require(store.free + int(store.heads[used].sum()) == store.total, "live + cached + free = total")
+    by_variant = np.bincount(store.variant[live], weights=store.heads[live], minlength=len(state.variants))
+    _require((by_variant == store.live).all(), "live blocks are counted by variant")
     queued = state.index.lru.stamp >= 0
     _require((queued == cached).all(), "exactly the cached blocks wait for eviction")
     _require(len(state.index.lru.queued()) == int(cached.sum()), "a cached block waits once")

@@ -56,6 +56,15 @@ def copy_tail(state: CacheState, number: int, sequence: Slot, shared: int) -> No
     release(state, np.array([shared], dtype=np.int32))  # the copy's source is pinned, and so stays
 
 
+def hold(state: CacheState, blocks: Int32) -> None:
+    """One more sequence holds these published blocks; those that nobody held are cached no longer."""
+    index, store = state.index, state.store
+    found = blocks[index.lru.stamp[blocks] >= 0]
+    index.unqueue(found)
+    store.count_live(found)
+    store.refs[blocks] += 1
+
+
 def publish(state: CacheState, blocks: Int32, sequence: Slot, chain: TokenChain) -> None:
     """Publishes a sequence's full blocks, from the first that is not published yet.
 
@@ -83,6 +92,7 @@ def release(state: CacheState, blocks: Int32) -> None:
     holds become cached if the prefix index knows them, else free."""
     store, index = state.store, state.index
     gone = blocks[(store.refs[blocks] == 0) & (store.pins[blocks] == 0)]
+    store.count_live(gone, -1)
     published = index.serial[gone] != 0
     freed = gone[~published]
     store.give_back(freed)

@@ -8,7 +8,6 @@ written. Nothing here touches K or V.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -20,19 +19,11 @@ from cache.check import check_state
 from cache.copies import BlockCopies
 from cache.errors import CacheError
 from cache.layout import KVLayout
-from cache.lifetime import copy_tail, make_room, publish, release, shared_tail, take_from_index
+from cache.lifetime import copy_tail, hold, make_room, publish, release, shared_tail, take_from_index
 from cache.pool import KVPool
 from cache.report import BlockPage, CacheReport
 from cache.snapshot import block_page, cache_report
-from cache.state import Slot, VariantSpec, new_state, settle
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A new sequence's slot, and how many of its tokens are in the cache already."""
-
-    slot: int
-    cached_tokens: int
+from cache.state import Opened, Slot, VariantSpec, new_state, settle
 
 
 class CacheManager:
@@ -88,6 +79,11 @@ class CacheManager:
         """Held by an open sequence, or (within a plan) by a planned copy."""
         return self.total - self.free_blocks - self.cached_blocks
 
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes held by open sequences, by variant; O(variants)."""
+        each, live = self.state.layout.block_bytes, self.state.store.live.tolist()
+        return {name: live[number] * each for name, number in self._variant_number.items()}
+
     # ---- accounts ----
 
     def open_account(self, request_id: str, variant: str) -> int:
@@ -138,9 +134,7 @@ class CacheManager:
         tokens = len(hits) * self._block_size
         number = self._take_slot(Slot(account, owner.heads, owner.variant, len(hits), tokens, len(hits)))
         if len(hits):
-            index, store = self.state.index, self.state.store
-            index.unqueue(hits[index.lru.stamp[hits] >= 0])
-            store.refs[hits] += 1
+            hold(self.state, hits)
             self.state.tables.put(number, 0, hits)
             owner.stale = True
             self.state.accounts.epoch += 1

@@ -38,6 +38,14 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """A new sequence's slot, and how many of its tokens are in the cache already."""
+
+    slot: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheState:
     """Mutable inside, one per manager."""
 
@@ -79,7 +87,7 @@ def new_state(
     heads = [variant.kv_heads for variant in variants]
     if not heads or max(heads) > max_heads:
         raise CacheError(f"variants with {heads} KV heads do not fit max_kv_heads {max_heads}")
-    store = BlockAllocator(pool.total, max_heads=max_heads, min_heads=min(heads))
+    store = BlockAllocator(pool.total, max_heads=max_heads, min_heads=min(heads), variants=len(variants))
     return CacheState(
         layout=layout,
         variants=tuple(variants),

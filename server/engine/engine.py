@@ -257,6 +257,10 @@ class Engine:
             self._manager.check()
         return self._manager.report()
 
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes of cache that each variant's sequences hold, as of the last step; O(variants)."""
+        return self._manager.live_bytes()
+
     def blocks(self, offset: int, limit: int) -> BlockPage:
         """Part of the block table, as it is now."""
         return self._manager.blocks(offset, limit)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ class _Snapshot:
     """What the thread last said about itself; `accepted` counts the submits it has taken in so far."""
 
     stats: EngineStats
+    live_bytes: Mapping[str, int]
     accepted: int
 
 
@@ -52,7 +53,7 @@ class EngineService:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         # Written by the engine's thread and read by the loop, each replaced whole.
-        self._snapshot = _Snapshot(engine.stats(), 0)
+        self._snapshot = self._look(0)
         self._dead: str | None = None  # why it failed
         self._gone: str | None = None  # why it no longer answers: it failed, or was shut down
         # The loop's own.
@@ -124,6 +125,10 @@ class EngineService:
     def stats(self) -> EngineStats:
         """The numbers as of the last step; answers at once."""
         return self._snapshot.stats
+
+    def live_bytes(self) -> Mapping[str, int]:
+        """Bytes of cache that each variant's sequences hold, as of the last step; answers at once."""
+        return self._snapshot.live_bytes
 
     @property
     def queued(self) -> int:
@@ -200,7 +205,7 @@ class EngineService:
                 if engine.has_work:
                     events = engine.step()
                     self._dead = engine.dead  # known before anybody is told
-                    self._snapshot = _Snapshot(engine.stats(), self._snapshot.accepted)
+                    self._snapshot = self._look(self._snapshot.accepted)
                     if events:
                         self._post(self._deliver, events)
         except BaseException as error:  # nothing may end this thread unnoticed
@@ -211,6 +216,9 @@ class EngineService:
             refuse_asks(self._inbox, self._gone)
             if self._dead is not None:
                 self._post(self._fail_everything)
+
+    def _look(self, accepted: int) -> _Snapshot:
+        return _Snapshot(self._engine.stats(), self._engine.live_bytes(), accepted)
 
     def _take_commands(self) -> bool:
         """Does all that the inbox says; sleeps there while there is nothing to do. False: it says stop."""
@@ -229,7 +237,7 @@ class EngineService:
             self._engine.abort(command.request_id, command.index)
         elif isinstance(command, Submit):
             self._take_in(command.request)
-            self._snapshot = _Snapshot(self._engine.stats(), self._snapshot.accepted + 1)
+            self._snapshot = self._look(self._snapshot.accepted + 1)
 
     def _take_in(self, request: Request) -> None:
         try:

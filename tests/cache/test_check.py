@@ -80,6 +80,8 @@ WRONGS: dict[str, Callable[[CacheState], object]] = {
     "an id in two places": same_id_twice,
     "the scratch block handed out": lambda s: s.store.ids.__setitem__((held(s, 0), 0), s.store.total),
     "a leaked id": lambda s: setattr(s.store, "free", s.store.free - 1),
+    "live blocks of a variant miscounted": lambda s: s.store.live.__setitem__(0, 9),
+    "live blocks of another variant": lambda s: np.add.at(s.store.live, [0, 1], [-2, 2]),
     "cached blocks miscounted": lambda s: setattr(s.index, "cached", s.index.cached + 1),
     "a cached block that does not wait": lambda s: s.index.lru.stamp.__setitem__(cached(s), -1),
     "a parent that goes before its child": wrong_order,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from model.heads import NativeHeads, RepeatHeads, Variant
 from server.engine.engine import Engine
 from server.engine.errors import ConfigError, Draining, EngineDead, QueueFull
 from server.engine.pace import Pace
@@ -340,3 +341,23 @@ def test_pace() -> None:
         now[0] += 500
         pace.request_ended(idle=False)
     assert pace.seconds_for_one() == 60
+
+
+async def test_live_bytes_follow_the_sequences_and_need_no_answer_from_the_thread(small: Path) -> None:
+    """2 layers, head_dim 16, fp32, blocks of 16: 4,096 bytes a block. 10 prompt tokens and a few more are one
+    logical block: 2 KV heads as native, 4 as mha."""
+    variants = (Variant("native", NativeHeads(2)), Variant("mha", RepeatHeads(4)))
+    engine = slow(fp32_engine(small, kv_memory=1 << 20, variants=variants)[0])
+    service = EngineService(engine)
+    assert service.live_bytes() == {"native": 0, "mha": 0}
+    service.start()
+    streams = [
+        await service.submit(greedy_request(prompt_of(10, 230), 6, variant=v)) for v in ("native", "mha")
+    ]
+    await until(lambda: service.live_bytes() == {"native": 2 * 4096, "mha": 4 * 4096})
+    report = await service.report(check=True)
+    assert {v.name: v.live_bytes for v in report.variants} == service.live_bytes()
+    for stream in streams:
+        await collect(stream)
+    assert service.live_bytes() == {"native": 0, "mha": 0}
+    await asyncio.wait_for(service.stop(), 10)

@@ -128,5 +128,8 @@ class FakeService:
     def health(self) -> Health:
         return Health(self.status, "because the test says so", 0, self.running)
 
+    def live_bytes(self) -> dict[str, int]:
+        return {"native": 2 * self.running * BLOCK_BYTES}
+
     def stats(self) -> EngineStats:
         return EngineStats(running=self.running, prompt_tokens=7, output_tokens=5, finished_stop=3)
