@@ -73,3 +73,16 @@ class KVLayout:
     def tokens_that_fit(self, total: int, kv_heads: int) -> int:
         """Tokens of one sequence of `kv_heads` heads that `total` physical blocks hold."""
         return total // kv_heads * self.block_size
+
+    def sequence_bytes(self, tokens: int, kv_heads: int) -> int:
+        """Bytes of the blocks that hold `tokens` tokens of one sequence of `kv_heads` KV heads."""
+        return self.physical_blocks(tokens, kv_heads) * self.block_bytes
+
+    def sequences_that_fit(self, total: int, tokens: int, kv_heads: int) -> int:
+        """Sequences of `tokens` tokens (at least 1) and `kv_heads` heads that `total` physical blocks hold."""
+        return total // self.physical_blocks(tokens, kv_heads)
+
+    def expected_tail_bytes(self, kv_heads: int) -> int:
+        """Bytes of empty slots in a sequence's last blocks, on average over lengths that fall anywhere in a
+        block: 0 to B - 1 empty slots, each as likely as another. Whole, since a token's bytes are even."""
+        return (self.block_size - 1) * self.bytes_per_token(kv_heads) // 2

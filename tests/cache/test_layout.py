@@ -39,6 +39,23 @@ def test_the_pool_is_whole_blocks_and_the_arena_one_more() -> None:
     assert layout.tokens_that_fit(2, 3) == 0
 
 
+def test_sequences_in_a_pool() -> None:
+    """SmolLM2: 8,192 tokens are 512 blocks a KV head; 2 GiB are 17,476 of them."""
+    layout = layout_of(30, 3, 64)
+    assert layout.sequence_bytes(8192, 3) == 8192 * 23_040 == 188_743_680
+    assert layout.sequence_bytes(33, 3) == 3 * 3 * 122_880
+    assert [layout.sequences_that_fit(17_476, 8192, heads) for heads in (1, 3, 9)] == [34, 11, 3]
+    assert layout.sequences_that_fit(511, 8192, 1) == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32, 64, 128])
+def test_the_expected_tail_is_the_mean_over_all_lengths(block_size: int) -> None:
+    layout = layout_of(30, 3, 64, block_size)
+    lengths = range(1, 4 * block_size + 1)
+    empty = [layout.sequence_bytes(n, 3) - n * layout.bytes_per_token(3) for n in lengths]
+    assert layout.expected_tail_bytes(3) * len(lengths) == sum(empty)
+
+
 def test_what_a_layout_cannot_be() -> None:
     group = LayerGroup(layers=(0,), kv_heads=1, head_dim=8)
     with pytest.raises(ValueError, match="one layer group"):
