@@ -18,6 +18,7 @@ from model.errors import ModelError
 from model.fields import Fields
 from model.rope import RopeConfig
 
+_MOST_LAYERS = 65_536  # a window is kept for each
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -94,7 +95,10 @@ class ModelConfig:
         family = _family(fields)
         _refuse_unsupported(fields)
         traits = FAMILIES[family]
-        hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+        hidden, layers = (
+            fields.integer("hidden_size"),
+            fields.integer("num_hidden_layers", maximum=_MOST_LAYERS),
+        )
         heads = fields.integer("num_attention_heads")
         vocab = fields.integer("vocab_size")
         max_position = fields.integer("max_position_embeddings", traits.max_position)

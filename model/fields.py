@@ -30,26 +30,28 @@ class Fields:
         """A ModelError whose message starts with where the object came from."""
         return ModelError(f"{self.where}: {message}")
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`; without a default the key must be there."""
-        value = self.optional_integer(name, minimum=minimum)
+    def integer(
+        self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MOST
+    ) -> int:
+        """A whole number from `minimum` to `maximum`; without a default the key must be there."""
+        value = self.optional_integer(name, minimum=minimum, maximum=maximum)
         if value is not None:
             return value
         if default is None:
             raise self.fail(f"{name} is missing; it must be a whole number of at least {minimum}")
         return default
 
-    def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
-        """A whole number of at least `minimum`, and below 2^31, or None."""
+    def optional_integer(self, name: str, *, minimum: int = 1, maximum: int = _MOST) -> int | None:
+        """A whole number from `minimum` to `maximum`, or None."""
         value = self.values.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.fail(f"{name} is {value!r}; it must be a whole number of at least {minimum}")
-        if value > _MOST:
+        if value > maximum:
             digits = str(value)
             told = digits if len(digits) <= 20 else f"a number of {len(digits)} digits"
-            raise self.fail(f"{name} is {told}; it must be at most {_MOST}")
+            raise self.fail(f"{name} is {told}; it must be at most {maximum}")
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:

@@ -6,6 +6,7 @@ and be a multiple of the checkpoint's own KV heads (each is repeated) or a divis
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Mode:
 
 def valid_modes(heads: Heads) -> tuple[Mode, ...]:
     """Every mode that the checkpoint can run in, from the fewest KV heads to the most."""
-    counts = range(1, heads.q_heads + 1)
+    counts = _divisors(heads.q_heads)
     return tuple(_mode(count, heads) for count in counts if _fault(count, heads) is None)
 
 
@@ -73,6 +74,12 @@ def spellings(mode: Mode, heads: Heads) -> tuple[str, ...]:
     fixed = {"native": heads.kv_heads, "mqa": 1, "mha": heads.q_heads, f"gqa{mode.kv_heads}": mode.kv_heads}
     same = [name for name, count in fixed.items() if count == mode.kv_heads]
     return tuple(dict.fromkeys([mode.name, *same]))
+
+
+def _divisors(number: int) -> list[int]:
+    """In order; found by their square root, as a config may claim billions of heads."""
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*low, *(number // each for each in low)})
 
 
 def _mode(count: int, heads: Heads) -> Mode:

@@ -16,6 +16,8 @@ _UNITS = {
     "TI": 2**40,
 }
 
+_MOST = 2**60  # bytes
+
 
 def parse_size(text: str) -> int:
     """Bytes from `2GiB`, `512MB`, `1.5g` or a plain number; ValueError says what is accepted.
@@ -25,7 +27,10 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?B?\s*", text.upper())
     if match is None:
         raise ValueError(f"{text!r} is not a size; write it like 2GiB, 512MB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    value = float(match[1]) * _UNITS[match[2] or ""]
+    if value > _MOST:
+        raise ValueError(f"{text!r} is more than any machine has; give at most {exact_size(_MOST)}")
+    return int(value)
 
 
 def exact_size(count: int) -> str:

@@ -35,6 +35,13 @@ def test_no_sizes(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["1048577TiB", "9" * 400, f"{'9' * 400}TB"])
+def test_more_than_any_machine_has(text: str) -> None:
+    with pytest.raises(ValueError, match="more than any machine has; give at most 1048576TiB"):
+        parse_size(text)
+    assert parse_size("1048576TiB") == 2**60
+
+
 @pytest.mark.parametrize(
     ("count", "text"),
     [

@@ -174,8 +174,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bool": ({"num_hidden_layers": True}, r"num_hidden_layers is True"),
     "absurd layers": (
         {"num_hidden_layers": 10**30},
-        r"layers is a number of 31 digits; .*2147483647",
+        r"layers is a number of 31 digits; .*65536",
     ),
+    "more layers than can be listed": ({"num_hidden_layers": 2**31 - 1}, r"layers is 2147483647; .*65536"),
     "absurd context": ({"max_position_embeddings": 2**31}, r"embeddings is 2147483648; it must be at most"),
     "flag": ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings is 'yes'; it must be true or false"),
     "eps": ({"rms_norm_eps": float("nan")}, r"rms_norm_eps is nan"),

@@ -22,6 +22,8 @@ def test_valid_modes() -> None:
     assert [m.name for m in valid_modes(Heads(4, 4))] == ["mqa", "gqa2", "native"]
     # 6 divides 12 query heads, and is neither a multiple nor a divisor of 4.
     assert [m.kv_heads for m in valid_modes(Heads(12, 4))] == [1, 2, 4, 12]
+    # A config may claim billions of heads; this one is prime.
+    assert [m.kv_heads for m in valid_modes(Heads(2**31 - 1, 1))] == [1, 2**31 - 1]
 
 
 @pytest.mark.parametrize(
