@@ -183,9 +183,9 @@ class Rope:
 class Rotation:
     """Turns the heads of `T` tokens, each by its own position.
 
-    `cos` and the signed `sin` are `[T, D]` fp32; pair i is columns i and i + D/2. The rotation is
-    `x * cos + swap(x) * sin`, where swap exchanges the halves of a head; the sign belongs to the first
-    half, so that one multiply-add does both.
+    `cos` and the signed `sin` are fp32, `[T, D]` for all heads alike or `[T, H, D]` for each; pair i is
+    columns i and i + D/2. The rotation is `x * cos + swap(x) * sin`, where swap exchanges the halves of a
+    head; the sign belongs to the first half, so that one multiply-add does both.
     """
 
     cos: Tensor
@@ -193,6 +193,24 @@ class Rotation:
 
     def apply(self, x: Tensor) -> Tensor:
         """x `[T, H, D]` -> `[T, H, D]` in x's dtype, computed in fp32."""
+        cos, sin = self.cos, self.sin
+        if cos.dim() == 2:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         wide = x.float()
-        swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
-        return torch.addcmul(wide * self.cos.unsqueeze(1), swapped, self.sin.unsqueeze(1)).to(x.dtype)
+        return torch.addcmul(wide * cos, swap_halves(wide), sin).to(x.dtype)
+
+    def gather(self, columns: Tensor) -> Rotation:
+        """The rotation of heads whose pairs stand elsewhere, or more than once, and keep their frequency.
+
+        `columns` `[H * D]` int64 are the columns of `self` that those of the H heads turn as, first half from
+        first half; `self` is `[T, D]`, the result `[T, H, D]`.
+        """
+        head_dim = self.cos.shape[1]
+        heads = columns.shape[0] // head_dim
+        cos, sin = self.cos.index_select(1, columns), self.sin.index_select(1, columns)
+        return Rotation(cos.view(-1, heads, head_dim), sin.view(-1, heads, head_dim))
+
+
+def swap_halves(x: Tensor) -> Tensor:
+    """x `[..., D]` with columns i and i + D/2 exchanged."""
+    return x.roll(x.shape[-1] // 2, dims=-1)
