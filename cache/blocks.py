@@ -19,7 +19,7 @@ class BlockAllocator:
     Columns, indexed by logical block: `ids [capacity, max_heads]` (the first `heads` count), `heads`
     (0 = not in use), `variant`, `refs` (sequences that hold it), `pins` (planned copies that still
     read it). `live [variants]` counts, by variant, the physical blocks that a sequence or a planned
-    copy holds.
+    copy holds; `most_live` is the largest that their sum has been.
     """
 
     def __init__(self, total: int, *, max_heads: int, min_heads: int, variants: int) -> None:
@@ -37,6 +37,7 @@ class BlockAllocator:
         self._block_stack = np.arange(self.capacity - 1, -1, -1, dtype=np.int32)
         self.free = total
         self.live = np.zeros(variants, dtype=np.int64)
+        self.most_live = 0
         self._blocks_left = self.capacity
 
     def take(self, count: int, heads: int, variant: int) -> Int32:
@@ -49,6 +50,7 @@ class BlockAllocator:
         self._blocks_left -= count
         self.free -= taken
         self.live[variant] += taken
+        self.most_live = max(self.most_live, int(self.live.sum()))
         self.ids[blocks, :heads] = ids.reshape(count, heads)
         self.heads[blocks] = heads
         self.variant[blocks] = variant
@@ -70,6 +72,7 @@ class BlockAllocator:
     def count_live(self, blocks: Int32, sign: int = 1) -> None:
         """Counts blocks in that are held again, or out (-1) those that have lost their last holder."""
         np.add.at(self.live, self.variant[blocks], sign * self.heads[blocks])
+        self.most_live = max(self.most_live, int(self.live.sum()))
 
     def ids_of(self, blocks: Int32) -> Int32:
         """The physical ids of `blocks`, flat, block by block, heads inner."""

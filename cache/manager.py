@@ -84,6 +84,10 @@ class CacheManager:
         each, live = self.state.layout.block_bytes, self.state.store.live.tolist()
         return {name: live[number] * each for name, number in self._variant_number.items()}
 
+    def peak_live_bytes(self) -> int:
+        """The most bytes that open sequences have held at one moment so far, within a step included."""
+        return self.state.store.most_live * self.state.layout.block_bytes
+
     # ---- accounts ----
 
     def open_account(self, request_id: str, variant: str) -> int:

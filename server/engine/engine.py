@@ -261,6 +261,14 @@ class Engine:
         """Bytes of cache that each variant's sequences hold, as of the last step; O(variants)."""
         return self._manager.live_bytes()
 
+    def peak_live_bytes(self) -> int:
+        """The most bytes of cache that sequences have held at one moment, within a step included."""
+        return self._manager.peak_live_bytes()
+
+    def device_bytes(self) -> int | None:
+        """Bytes that the device, or the system, says the arena takes; None where it cannot be asked."""
+        return self._manager.pool.device_bytes()
+
     def blocks(self, offset: int, limit: int) -> BlockPage:
         """Part of the block table, as it is now."""
         return self._manager.blocks(offset, limit)
