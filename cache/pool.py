@@ -5,9 +5,7 @@ Paged as in PagedAttention (arXiv 2309.06180), except that a block holds one KV 
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch import Tensor
 from cache.arrays import Int32
 from cache.errors import CacheError
 from cache.layout import KVLayout
+from cache.mapping import PAGE, guarded_memory, mapped_bytes, resident_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class KVPool:
     """An arena `[2 (K, V), L, total + 1, B, D]` on `device`.
 
     `total` blocks are handed out; block id `total` is scratch, where padding writes may land. On the
-    CPU the arena is an anonymous mapping, so that a page takes memory only once a token reaches it.
+    CPU the arena is a mapping of its own (`cache/mapping.py`).
     Raises `CacheError` when `total` is below 1 or the device cannot give that much memory.
     """
 
@@ -51,17 +50,28 @@ class KVPool:
         return self.arena.untyped_storage().nbytes()
 
     def device_bytes(self) -> int | None:
-        """Bytes that the system itself says the arena takes; None where it cannot be asked.
+        """Bytes that the device itself says the arena takes; None where it cannot be asked.
 
-        CPU: the part of the process's memory map that covers the arena. CUDA: the caching allocator's
-        block that holds it (rounded up by the allocator).
+        CPU: the mapping that the kernel lists at the arena's address, in whole pages. CUDA: what the caching
+        allocator was asked for when it made the arena's block, to the byte.
         """
         start = self.arena.data_ptr()
         if self.device.type == "cpu":
-            return _mapped_bytes(start, start + self.nbytes)
+            return mapped_bytes(start)
         if self.device.type == "cuda":
-            return _cuda_bytes(start)
+            return _requested_on_gpu(start)
         return None
+
+    @property
+    def device_page_bytes(self) -> int:
+        """The unit that `device_bytes` counts in."""
+        return PAGE if self.device.type == "cpu" else 1
+
+    def resident_bytes(self) -> int | None:
+        """Bytes of the arena whose pages are in memory, on a CPU; None on others, where all of it is."""
+        if self.device.type != "cpu":
+            return None
+        return resident_bytes(self.arena.data_ptr(), self.nbytes)
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Copies blocks `src[i]` to `dst[i]` in every layer, K and V.
@@ -81,40 +91,25 @@ def _allocate(layout: KVLayout, total: int, device: torch.device) -> Tensor:
     try:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=layout.dtype, device=device)
-        # Private, so that a child process forked later never writes into the parent's cache.
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = guarded_memory(nbytes)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:  # torch: OutOfMemoryError
         raise CacheError(
             f"the KV pool needs {nbytes} bytes on {device} and could not get them ({error}); "
             "ask for a smaller pool"
         ) from error
-    return torch.frombuffer(memory, dtype=layout.dtype).view(shape)
+    count = nbytes // layout.dtype.itemsize
+    return torch.frombuffer(memory, dtype=layout.dtype, count=count, offset=PAGE).view(shape)
 
 
-def _mapped_bytes(start: int, stop: int) -> int | None:
-    """Bytes of `[start, stop)` that the kernel lists as readable and writable in this process."""
+def _requested_on_gpu(start: int) -> int | None:
+    """Bytes asked for when the block at address `start` was made, as PyTorch's CUDA caching allocator noted
+    them; None if the block is not its own (another allocator is configured)."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
+        segments = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # cudaMallocAsync keeps no such list
         return None
-    covered = 0
-    for line in lines:
-        bounds, permissions = line.split(maxsplit=2)[:2]
-        low, high = (int(bound, 16) for bound in bounds.split("-"))
-        if permissions.startswith("rw") and low < stop and high > start:
-            # The kernel joins neighbouring anonymous mappings, so only the overlap is ours.
-            covered += min(high, stop) - max(low, start)
-    return covered
-
-
-def _cuda_bytes(start: int) -> int | None:
-    """Size of the CUDA caching allocator's block that begins at address `start`."""
-    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-        address = int(segment["address"])
-        if not address <= start < address + int(segment["total_size"]):
-            continue
+    for segment in segments:
         for block in segment["blocks"]:
-            if address == start and block["state"] == "active_allocated":
-                return int(block["size"])
-            address += int(block["size"])
+            if block["address"] == start and block["state"] == "active_allocated":
+                return int(block["requested_size"])
     return None

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cache.accounts import Peak
+from cache.audit import Audit
 from cache.layout import KVLayout
 
 
@@ -119,16 +120,6 @@ class RequestReport:
     bytes_peak: int
     mha_equivalent_bytes: int
     saved_ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """One size, three witnesses: the formula, the arena's storage, and the device or system itself
-    (None where it cannot be asked). The scratch block is counted."""
-
-    predicted_bytes: int
-    arena_bytes: int
-    device_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)

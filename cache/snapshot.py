@@ -6,10 +6,10 @@ import numpy as np
 
 from cache.accounts import Account, fill_of
 from cache.arrays import Int32, Int64
+from cache.audit import audit
 from cache.pool import KVPool
 from cache.report import (
     Amount,
-    Audit,
     BlockPage,
     CacheReport,
     PoolReport,
@@ -42,7 +42,7 @@ def cache_report(state: CacheState, pool: KVPool, q_heads: int) -> CacheReport:
         tail_waste_bytes=sum(variant.tail_waste_bytes for variant in variants),
         variants=variants,
         requests=tuple(_request(state, a, q_heads) for _, a in state.accounts.numbered() if a.has_held),
-        audit=Audit(layout.arena_bytes(total), pool.nbytes, pool.device_bytes()),
+        audit=audit(layout, pool),
     )
 
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cache.report import Amount, Audit, BlockPage, CacheReport, PoolReport, States, VariantReport
+from cache.audit import Audit
+from cache.report import Amount, BlockPage, CacheReport, PoolReport, States, VariantReport
 from server.engine.request import FinishReason, KVPeak, Request, TokenEvent
 from server.engine.stats import EngineStats, Health, Status
 from server.engine.stream import TokenStream
