@@ -79,7 +79,7 @@ class KVLayout:
         return self.physical_blocks(tokens, kv_heads) * self.block_bytes
 
     def sequences_that_fit(self, total: int, tokens: int, kv_heads: int) -> int:
-        """Sequences of `tokens` (at least 1) tokens and `kv_heads` heads that `total` physical blocks hold."""
+        """Sequences of `tokens` tokens (at least 1) and `kv_heads` heads that `total` blocks hold."""
         return total // self.physical_blocks(tokens, kv_heads)
 
     def expected_tail_bytes(self, kv_heads: int) -> int:

