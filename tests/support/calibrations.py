@@ -17,7 +17,7 @@ def random_fit(
 ) -> LayerFit:
     """A layer's fit with no structure at all; `free`: slots take any pair, some twice and some never."""
     native, head_dim, slots = config.num_kv_heads, config.head_dim, config.head_dim // 2
-    width = config.num_heads * head_dim
+    width, shared = config.num_heads * head_dim, native // kv_heads * head_dim
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
