@@ -14,6 +14,7 @@ import torch
 from cache.accounts import Peak
 from cache.report import usage
 from model.fetch import ALIASES
+from model.modes import Heads, Mode, spellings
 from server import __version__
 from server.config import ModelOptions, ServeOptions
 from server.engine.build import build_engine
@@ -109,18 +110,13 @@ def model_name(model: str, folder: Path) -> str:
 
 
 def served_names(name: str, facts: EngineFacts) -> dict[str, str]:
-    """Every accepted `model` value and its canonical variant; the first is the default."""
+    """Every accepted `model` value and its canonical variant: first those that are listed, the default
+    before all, then aliases."""
+    heads = Heads(facts.q_heads, facts.kv_heads)
     names = {_listed(name, variant): variant.name for variant in facts.variants}
     for variant in facts.variants:
-        spellings = {
-            "native": facts.kv_heads,
-            "mqa": 1,
-            "mha": facts.q_heads,
-            f"gqa{variant.kv_heads}": variant.kv_heads,
-        }
-        for spelling, heads in spellings.items():
-            if heads == variant.kv_heads:
-                names.setdefault(f"{name}@{spelling}", variant.name)
+        for spelling in spellings(Mode(variant.name, variant.kv_heads, variant.lossy), heads):
+            names.setdefault(f"{name}@{spelling}", variant.name)
     names.setdefault(name, facts.variants[0].name)
     return names
 
@@ -140,7 +136,8 @@ def _card(loaded: Loaded, variant: VariantFacts) -> ModelCard:
         kv_heads=variant.kv_heads,
         group=variant.group,
         bytes_per_token=variant.bytes_per_token,
-        lossy=variant.kv_heads < loaded.facts.kv_heads,
+        lossy=variant.lossy,
+        head_map=variant.head_map,
     )
 
 
@@ -155,7 +152,7 @@ def _load_words(folder: Path, meanwhile: Callable[[], object] | None) -> tuple[T
 def _served(name: str, facts: EngineFacts, tokenizer: Tokenizer, folder: Path) -> ServedModel:
     return ServedModel(
         names=served_names(name, facts),
-        variants={variant.name: ServedVariant(variant.name, variant.max_len) for variant in facts.variants},
+        variants={v.name: ServedVariant(v.name, v.max_len, v.identity) for v in facts.variants},
         vocab_rows=facts.vocab_rows,
         eos_ids=eos_ids(folder, facts.eos_ids, tokenizer, facts.vocab_rows),
         fingerprint=facts.fingerprint,

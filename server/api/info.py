@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -56,15 +57,16 @@ def routes(state: ApiState) -> APIRouter:
     @router.get("/v1/models", summary="What is served", responses=answers("All served names."))
     async def models() -> Response:
         """Each attention mode under its own name, with what it costs: `bytes_per_token` in bytes of cache,
-        `max_model_len` in tokens, `live_bytes` now; `group` query heads read one KV head."""
-        live = await _live_bytes(state)
+        `max_model_len` in tokens, `live_bytes` as of the last step; `group` query heads read one KV head,
+        which `head_map` makes. Never waits for the model."""
+        live = state.service.live_bytes()
         return json_response({"object": "list", "data": [_card(card, live) for card in state.cards]})
 
     @router.get("/v1/models/{model:path}", summary="One served model", responses=answers("The model."))
     async def model(model: str) -> Response:
         """The same for one name or alias; 404 `model_not_found` lists the others."""
         name, variant = state.served.resolve(model)
-        live = await _live_bytes(state)
+        live = state.service.live_bytes()
         card = next(card for card in state.cards if card.variant == variant.name)
         return json_response(_card(card, live) | {"id": name})
 
@@ -120,13 +122,7 @@ def token_routes(state: ApiState) -> APIRouter:
     return router
 
 
-async def _live_bytes(state: ApiState) -> dict[str, int]:
-    """Live bytes of cache by variant, now."""
-    report = await state.service.report()
-    return {variant.name: variant.live_bytes for variant in report.variants}
-
-
-def _card(card: ModelCard, live_bytes: dict[str, int]) -> dict[str, Any]:
+def _card(card: ModelCard, live_bytes: Mapping[str, int]) -> dict[str, Any]:
     return {
         "id": card.id,
         "object": "model",
@@ -137,5 +133,6 @@ def _card(card: ModelCard, live_bytes: dict[str, int]) -> dict[str, Any]:
         "group": card.group,
         "bytes_per_token": card.bytes_per_token,
         "lossy": card.lossy,
+        "head_map": card.head_map,
         "live_bytes": live_bytes.get(card.variant, 0),
     }

@@ -39,7 +39,8 @@ class ApiSettings:
 class ModelCard:
     """One entry of /v1/models: a served name and the arithmetic of its attention mode.
 
-    `group` is how many query heads read one KV head; `bytes_per_token` counts the cache of all layers.
+    `group` is how many query heads read one KV head; `bytes_per_token` counts the cache of all layers;
+    `head_map` is what makes the KV heads: native, repeat, or a lossy mode's kind.
     """
 
     id: str
@@ -50,6 +51,7 @@ class ModelCard:
     group: int
     bytes_per_token: int
     lossy: bool
+    head_map: str
 
 
 @dataclass(frozen=True, slots=True)

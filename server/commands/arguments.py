@@ -80,6 +80,14 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def modes(text: str) -> tuple[str, ...]:
+    """Attention modes with commas between, at least one; the checkpoint knows which there are."""
+    found = names(text)
+    if not found:
+        raise argparse.ArgumentTypeError("name at least one mode, as native or native,mqa")
+    return found
+
+
 def name(text: str) -> str:
     """A word to show people."""
     if not text.strip() or not text.isprintable() or len(text) > 200:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from server.commands.arguments import Group, Parser, count, key, name, names, number, size
+from server.commands.arguments import Group, Parser, count, key, modes, name, names, number, size
 from server.config import ModelOptions, SamplingChoice, ServeOptions
 from server.engine.options import EngineOptions
 
@@ -18,6 +18,7 @@ MODEL_HELP = f"a folder, a hub id (organisation/model) or the alias {DEFAULT_MOD
 def add_model_flags(parser: Parser) -> None:
     """Everything that decides what is loaded and how large its cache is."""
     _add_weights(parser.add_argument_group("model"))
+    _add_attention(parser.add_argument_group("attention"))
     _add_cache(parser.add_argument_group("KV cache"))
     _add_batching(parser.add_argument_group("batching"))
 
@@ -53,6 +54,24 @@ def _add_weights(weights: Group) -> None:
         type=count(1),
         metavar="N",
         help="CPU threads for arithmetic (default: one for each core)",
+    )
+
+
+def _add_attention(attention: Group) -> None:
+    attention.add_argument(
+        "--attention",
+        type=modes,
+        default=_ENGINE.attention,
+        metavar="MODES",
+        help="modes to serve side by side, a,b of native, mha, mqa, gqaK (K KV heads); the first answers "
+        "where no mode is named (default: native)",
+    )
+    attention.add_argument(
+        "--head-map",
+        choices=["aligned", "aligned-fixed", "mean"],
+        default=_ENGINE.head_map,
+        help="how modes with fewer KV heads than the checkpoint make them: fitted to the checkpoint once, "
+        "fitted in a form that `convert` can write, or averaged (default: %(default)s)",
     )
 
 
@@ -160,6 +179,11 @@ def _add_life(work: Group) -> None:
         default="info",
         help="default: %(default)s",
     )
+    work.add_argument(
+        "--debug",
+        action="store_true",
+        help="recount the whole cache after every step, and log at debug level: slow",
+    )
 
 
 def add_sampling_flags(parser: Parser, *, temperature: float | None, max_tokens: int | None) -> None:
@@ -211,6 +235,9 @@ def model_options(args: argparse.Namespace, env: Mapping[str, str], cache_dir: P
             max_num_seqs=args.max_num_seqs,
             max_batch_tokens=args.max_batch_tokens,
             prefix_cache=not args.no_prefix_cache,
+            attention=args.attention,
+            head_map=args.head_map,
+            debug=getattr(args, "debug", False),
         ),
     )
 
@@ -227,7 +254,7 @@ def serve_options(args: argparse.Namespace, env: Mapping[str, str], cache_dir: P
         cors_origins=args.cors_origins,
         max_queued=args.max_queued,
         grace=args.grace,
-        log_level=args.log_level,
+        log_level="debug" if args.debug else args.log_level,
     )
 
 

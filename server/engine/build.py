@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from model.attention.base import AttentionBackend
 from model.attention.choose import choose_attention_backend
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.heads import NativeHeads, Variant
+from model.heads import Variant
 from model.linear import LinearBackend, choose_linear_backend
 from model.loader import load_weights
+from model.modes import Mode
+from model.weights import ModelWeights
 from server.engine.batch import Shape
 from server.engine.device import DTypeChoice, choose_device, choose_dtype
 from server.engine.engine import Engine
@@ -30,49 +33,94 @@ from server.engine.options import EngineOptions
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits
 from server.engine.sizing import DEFAULT_POOL, Context, PoolSize, fit_context, size_pool
+from server.engine.variants import (
+    CalibrationSource,
+    choose_modes,
+    lossy_warning,
+    make_variants,
+    map_name,
+    modes_of,
+)
 
 CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 2048
+
+# Makes the weights of a config, for a device, in a dtype, packed by a backend.
+WeightsSource = Callable[[ModelConfig, torch.device, torch.dtype, LinearBackend], ModelWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What `config.json` and the options settle, before any weight is read."""
+
+    options: EngineOptions
+    config: ModelConfig
+    modes: tuple[Mode, ...]  # the first is the default
+    device: torch.device
+    dtype: DTypeChoice
+    layout: KVLayout
+    limits: Limits
+    longest: int  # tokens of the longest sequence there can be
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """What is known before the pool is."""
 
-    config: ModelConfig
-    limits: Limits
-    dtype: DTypeChoice
-    layout: KVLayout
-    shape: Shape
+    frame: _Frame
     decoder: Decoder
+    shape: Shape
     attention: AttentionBackend
     linear: LinearBackend
 
 
-def build_engine(options: EngineOptions, model_folder: Path) -> tuple[Engine, EngineFacts]:
+def build_engine(
+    options: EngineOptions,
+    model_folder: Path,
+    *,
+    calibration: CalibrationSource | None = None,
+    variants: Sequence[Variant] = (),
+    weights: WeightsSource | None = None,
+) -> tuple[Engine, EngineFacts]:
     """Load the checkpoint in `model_folder`, size the pool, and join the rooms.
 
-    Raises ModelError (checkpoint) or ConfigError (options); both carry one line for the user.
+    `calibration` is what head maps of reduced modes are fitted with; `variants` are served instead of the
+    modes of `options` if there are any; `weights` makes them instead of reading the folder's. Raises
+    ModelError (checkpoint, modes) or ConfigError (options); both carry one line for the user.
     """
+    frame = _frame(options, model_folder, calibration, variants)
+    config, device, dtype = frame.config, frame.device, frame.dtype.dtype
+    if options.kv_memory is not None:  # what cannot work is refused before the weights are read
+        _fit(frame, size_pool(options.kv_memory, None, 0, on_gpu=False))
+    linear = choose_linear_backend(device, dtype)
+    if weights is None:
+        loaded = load_weights(model_folder, config, device=device, dtype=dtype, linear=linear)
+    else:
+        loaded = weights(config, device, dtype, linear)
+    decoder = Decoder(config, loaded, device, max_position=frame.longest)
+    made = variants or make_variants(frame.modes, options.head_map, decoder, linear, calibration)
+    shape = Shape(options.block_size, config.num_heads, {v.name: v for v in made}, device)
+    parts = _Parts(frame, decoder, shape, choose_attention_backend(device, dtype), linear)
+    size = _size(parts)
+    context = _fit(frame, size)
+    return _join(parts, size, context), _facts(parts, size, context)
+
+
+def _frame(
+    options: EngineOptions,
+    model_folder: Path,
+    calibration: CalibrationSource | None,
+    variants: Sequence[Variant],
+) -> _Frame:
     _check(options)
     config = ModelConfig.from_folder(model_folder)
+    modes = modes_of(variants, config) if variants else choose_modes(options, config, calibration)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config.torch_dtype, device)
     group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
     layout = KVLayout((group,), options.block_size, dtype.dtype)
-    variants = options.variants or (Variant("native", NativeHeads(config.num_kv_heads)),)
-    shape = Shape(options.block_size, config.num_heads, {v.name: v for v in variants}, device)
-    if options.kv_memory is not None:  # what cannot work is refused before the weights are read
-        _fit(options, config, layout, shape, size_pool(options.kv_memory, None, 0, on_gpu=False))
-    linear = choose_linear_backend(device, dtype.dtype)
-    weights = load_weights(model_folder, config, device=device, dtype=dtype.dtype, linear=linear)
-    longest = _longest(options, config, layout, shape)
-    decoder = Decoder(config, weights, device, max_position=longest)
-    attention = choose_attention_backend(device, dtype.dtype)
-    parts = _Parts(config, _limits(options, device), dtype, layout, shape, decoder, attention, linear)
-    size = _size(options, parts, longest)
-    context = _fit(options, config, layout, shape, size)
-    return _join(options, parts, size, context), _facts(parts, size, context)
+    longest = _longest(options, config, layout, modes, device)
+    return _Frame(options, config, modes, device, dtype, layout, _limits(options, device), longest)
 
 
 def _check(options: EngineOptions) -> None:
@@ -103,64 +151,72 @@ def _limits(options: EngineOptions, device: torch.device) -> Limits:
     return Limits(tokens, options.max_num_seqs)
 
 
-def _longest(options: EngineOptions, config: ModelConfig, layout: KVLayout, shape: Shape) -> int:
+def _longest(
+    options: EngineOptions,
+    config: ModelConfig,
+    layout: KVLayout,
+    modes: Sequence[Mode],
+    device: torch.device,
+) -> int:
     """Tokens of the longest sequence that there can be, whose positions need tables: what the model allows,
     or less, where it is known already that no pool will hold it (a context of a billion costs nothing)."""
     longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     most = options.kv_memory
-    if most is None and options.kv_fraction is None and shape.device.type != "cuda":
+    if most is None and options.kv_fraction is None and device.type != "cuda":
         most = DEFAULT_POOL
     if most is None:
         return longest
     blocks = layout.total_blocks(most)
-    fits = max(layout.tokens_that_fit(blocks, variant.kv_heads) for variant in shape.variants.values())
+    fits = max(layout.tokens_that_fit(blocks, mode.kv_heads) for mode in modes)
     return max(1, min(longest, fits))  # where not even one fits, `_fit` says so
 
 
-def _size(options: EngineOptions, parts: _Parts, longest: int) -> PoolSize:
-    on_gpu = parts.shape.device.type == "cuda"
+def _size(parts: _Parts) -> PoolSize:
+    frame = parts.frame
+    options, limits = frame.options, frame.limits
+    on_gpu = frame.device.type == "cuda"
     if options.kv_memory is not None:
         free = 0  # not asked
     elif on_gpu:
         free = room_on_gpu(
-            parts.decoder, parts.attention, parts.layout, parts.shape,
-            parts.limits.max_batch_tokens, parts.limits.max_num_seqs, longest,
+            parts.decoder, parts.attention, frame.layout, parts.shape,
+            limits.max_batch_tokens, limits.max_num_seqs, frame.longest,
         )  # fmt: skip
     else:
         free = free_memory()
     return size_pool(options.kv_memory, options.kv_fraction, free, on_gpu)
 
 
-def _fit(
-    options: EngineOptions, config: ModelConfig, layout: KVLayout, shape: Shape, size: PoolSize
-) -> Context:
-    variants = tuple(shape.variants.values())
-    return fit_context(layout, size, variants, options.max_model_len, config.max_position_embeddings)
+def _fit(frame: _Frame, size: PoolSize) -> Context:
+    asked = frame.options.max_model_len
+    return fit_context(frame.layout, size, frame.modes, asked, frame.config.max_position_embeddings)
 
 
-def _join(options: EngineOptions, parts: _Parts, size: PoolSize, context: Context) -> Engine:
-    variants = tuple(parts.shape.variants.values())
+def _join(parts: _Parts, size: PoolSize, context: Context) -> Engine:
+    frame = parts.frame
     try:
-        pool = KVPool(parts.layout, parts.layout.total_blocks(size.nbytes), parts.shape.device)
+        pool = KVPool(frame.layout, frame.layout.total_blocks(size.nbytes), frame.device)
     except CacheError as error:
         raise ConfigError(f"{error} (--kv-memory, or --kv-fraction)") from error
     manager = CacheManager(
-        parts.layout,
+        frame.layout,
         pool,
-        max_seqs=options.max_num_seqs,
-        max_seq_len=max(context.by_variant.values()),
-        max_kv_heads=max(variant.kv_heads for variant in variants),
-        variants=[VariantSpec(variant.name, variant.kv_heads) for variant in variants],
-        q_heads=parts.config.num_heads,
-        prefix_cache=options.prefix_cache,
+        max_seqs=frame.options.max_num_seqs,
+        max_seq_len=max(context.by_mode.values()),
+        max_kv_heads=max(mode.kv_heads for mode in frame.modes),
+        variants=[VariantSpec(mode.name, mode.kv_heads) for mode in frame.modes],
+        q_heads=frame.config.num_heads,
+        prefix_cache=frame.options.prefix_cache,
     )
     runner = ModelRunner(parts.decoder, pool, parts.attention)
-    return Engine(runner, manager, parts.shape, parts.limits, context.by_variant)
+    return Engine(runner, manager, parts.shape, frame.limits, context.by_mode)
 
 
 def _facts(parts: _Parts, size: PoolSize, context: Context) -> EngineFacts:
-    config, layout = parts.config, parts.layout
+    frame = parts.frame
+    config, layout = frame.config, frame.layout
     total = layout.total_blocks(size.nbytes)
+    variants = tuple(_variant(parts, mode, total, context) for mode in frame.modes)
     return EngineFacts(
         family=config.family,
         fingerprint=parts.decoder.weights.fingerprint,
@@ -171,10 +227,10 @@ def _facts(parts: _Parts, size: PoolSize, context: Context) -> EngineFacts:
         head_dim=config.head_dim,
         vocab_rows=config.vocab_size,
         eos_ids=config.eos_token_ids,
-        weight_bytes=parts.decoder.weights.nbytes,
-        device=str(parts.shape.device),
-        dtype=str(parts.dtype.dtype).removeprefix("torch."),
-        dtype_reason=parts.dtype.reason,
+        weight_bytes=parts.decoder.weights.nbytes + sum(variant.weight_bytes for variant in variants),
+        device=str(frame.device),
+        dtype=str(frame.dtype.dtype).removeprefix("torch."),
+        dtype_reason=frame.dtype.reason,
         layout=layout,
         kv_dtype=str(layout.dtype).removeprefix("torch."),
         pool_bytes=total * layout.block_bytes,
@@ -185,27 +241,35 @@ def _facts(parts: _Parts, size: PoolSize, context: Context) -> EngineFacts:
         max_position_embeddings=config.max_position_embeddings,
         max_model_len=context.length,
         clamped_from=context.clamped_from,
-        max_num_seqs=parts.limits.max_num_seqs,
-        max_batch_tokens=parts.limits.max_batch_tokens,
+        max_num_seqs=frame.limits.max_num_seqs,
+        max_batch_tokens=frame.limits.max_batch_tokens,
         attention_backend=parts.attention.name,
         attention_reason=parts.attention.reason,
         linear_backend=parts.linear.name,
         linear_reason=parts.linear.reason,
-        variants=tuple(_variant(v, config, layout, total, context) for v in parts.shape.variants.values()),
-        warnings=context.warnings,
+        variants=variants,
+        warnings=(*context.warnings, *_lossy(variants, config.num_kv_heads)),
     )
 
 
-def _variant(
-    variant: Variant, config: ModelConfig, layout: KVLayout, total: int, context: Context
-) -> VariantFacts:
-    fits, longest = layout.tokens_that_fit(total, variant.kv_heads), context.by_variant[variant.name]
+def _variant(parts: _Parts, mode: Mode, total: int, context: Context) -> VariantFacts:
+    layout, config = parts.frame.layout, parts.frame.config
+    variant = parts.shape.variants[mode.name]
+    fits, longest = layout.tokens_that_fit(total, mode.kv_heads), context.by_mode[mode.name]
     return VariantFacts(
-        name=variant.name,
-        kv_heads=variant.kv_heads,
-        group=config.num_heads // variant.kv_heads,
-        bytes_per_token=layout.bytes_per_token(variant.kv_heads),
+        name=mode.name,
+        kv_heads=mode.kv_heads,
+        group=config.num_heads // mode.kv_heads,
+        bytes_per_token=layout.bytes_per_token(mode.kv_heads),
         tokens_that_fit=fits,
         full_length_users=fits / longest if longest else 0.0,
         max_len=longest,
+        lossy=mode.lossy,
+        head_map=map_name(variant, config.num_kv_heads),
+        identity=variant.head_map.identity,
+        weight_bytes=variant.head_map.nbytes,
     )
+
+
+def _lossy(variants: Sequence[VariantFacts], native: int) -> list[str]:
+    return [lossy_warning(v.name, v.kv_heads, native, v.head_map) for v in variants if v.lossy]

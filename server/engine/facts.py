@@ -12,7 +12,9 @@ class VariantFacts:
     """One attention mode: canonical name, heads, cache bytes of a token, and what the pool holds of it.
 
     `tokens_that_fit` counts tokens of one sequence in the whole pool; `max_len` is the longest prompt +
-    output of one choice: the smaller of the context and the pool.
+    output of one choice: the smaller of the context and the pool. `head_map` is what makes the KV heads
+    (native, repeat, or a lossy mode's kind), `weight_bytes` what it owns beside the checkpoint's weights, and
+    `identity` names its numbers: caches of different ones never mix.
     """
 
     name: str
@@ -22,6 +24,10 @@ class VariantFacts:
     tokens_that_fit: int
     full_length_users: float  # tokens_that_fit / max_len, 0 if not even one block fits
     max_len: int
+    lossy: bool
+    head_map: str
+    identity: str
+    weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class EngineFacts:
     head_dim: int
     vocab_rows: int
     eos_ids: frozenset[int]  # of config.json; the tokenizer and generation_config may add more
-    weight_bytes: int
+    weight_bytes: int  # of the checkpoint and of what head maps own, each held once
     device: str
     dtype: str
     dtype_reason: str
@@ -59,3 +65,8 @@ class EngineFacts:
     linear_reason: str
     variants: tuple[VariantFacts, ...]  # the first is the default
     warnings: tuple[str, ...] = ()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the checkpoint's own weights, without what head maps own."""
+        return self.weight_bytes - sum(variant.weight_bytes for variant in self.variants)

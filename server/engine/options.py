@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from model.heads import Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +11,9 @@ class EngineOptions:
 
     `device`: auto, cpu or cuda. `dtype`: auto, bfloat16, float16 or float32 (weights and cache).
     `kv_memory` in bytes, or `kv_fraction` (0, 1] of what is free; at most one of them.
-    `block_size`, `max_model_len`, `max_batch_tokens` in tokens. `variants` are the attention modes to serve,
-    the checkpoint's own if empty.
+    `block_size`, `max_model_len`, `max_batch_tokens` in tokens. `attention` are the modes to serve, as
+    `model.modes` spells them; the first is the default. `head_map` (aligned, aligned-fixed or mean) makes the
+    KV heads of modes with fewer than the checkpoint has. `debug` recounts the cache after every step.
 
     `max_batch_tokens` None is 256 on a CPU, where a larger step is no faster and holds up whoever decodes
     (SmolLM2 on 2 cores: 1,230 prompt tokens/s at 256 and 1,200 at 512, in steps of 0.2 and 0.4 s), and 2048
@@ -32,4 +29,6 @@ class EngineOptions:
     max_num_seqs: int = 64
     max_batch_tokens: int | None = None
     prefix_cache: bool = True
-    variants: tuple[Variant, ...] = ()
+    attention: tuple[str, ...] = ("native",)
+    head_map: str = "aligned"
+    debug: bool = False

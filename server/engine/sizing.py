@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cache.layout import KVLayout
-from model.heads import Variant
+from model.modes import Mode
 from server.engine.errors import ConfigError
 from server.engine.units import exact_size, format_bytes
 
@@ -24,11 +24,11 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The longest prompt + output in tokens: of the first variant, of each variant, and what was wanted."""
+    """The longest prompt + output in tokens: of the first mode, of each mode, and what was wanted."""
 
     length: int
     clamped_from: int | None
-    by_variant: dict[str, int]
+    by_mode: dict[str, int]
     warnings: tuple[str, ...]
 
 
@@ -52,14 +52,15 @@ def size_pool(kv_memory: int | None, kv_fraction: float | None, free: int, on_gp
 
 
 def fit_context(
-    layout: KVLayout, pool: PoolSize, variants: Sequence[Variant], asked: int | None, model_limit: int
+    layout: KVLayout, pool: PoolSize, modes: Sequence[Mode], asked: int | None, model_limit: int
 ) -> Context:
     """How long a sequence may be: `asked` (--max-model-len) or the model's own limit, if the pool holds it.
 
-    What was asked must fit; what was not is cut down to what fits. Raises ConfigError.
+    What was asked must fit the first mode; what was not is cut down to what fits. Each other mode has its
+    own limit, and a warning where that is less than the first one's. Raises ConfigError.
     """
     total = layout.total_blocks(pool.nbytes)
-    first = variants[0]
+    first = modes[0]
     fits = layout.tokens_that_fit(total, first.kv_heads)
     if fits == 0:
         need = first.kv_heads * layout.block_bytes
@@ -72,21 +73,27 @@ def fit_context(
         _check_asked(asked, model_limit, fits, layout, pool, first)
     wanted = model_limit if asked is None else asked
     length = min(wanted, fits)
-    by_variant, warnings = {}, []
-    for variant in variants:
-        own = min(wanted, layout.tokens_that_fit(total, variant.kv_heads))
-        by_variant[variant.name] = own
-        if own < length:
-            need = layout.physical_blocks(length, variant.kv_heads) * layout.block_bytes
-            warnings.append(
-                f"attention mode {variant.name} takes {variant.kv_heads} KV heads: the pool holds {own} "
-                f"tokens of one sequence, not {length}; raise --kv-memory to {exact_size(need)} for all"
-            )
-    return Context(length, wanted if length < wanted else None, by_variant, tuple(warnings))
+    by_mode = {mode.name: min(wanted, layout.tokens_that_fit(total, mode.kv_heads)) for mode in modes}
+    warnings = [
+        _narrower(mode, by_mode[mode.name], length, layout) for mode in modes if by_mode[mode.name] < length
+    ]
+    return Context(length, wanted if length < wanted else None, by_mode, tuple(warnings))
+
+
+def _narrower(mode: Mode, fits: int, length: int, layout: KVLayout) -> str:
+    """What a user is told of a mode whose KV heads leave it a shorter context than the first mode's."""
+    need = layout.physical_blocks(length, mode.kv_heads) * layout.block_bytes
+    holds = (
+        f"the pool holds {fits} tokens of one sequence, not {length}"
+        if fits
+        else f"the pool cannot hold a single block of {layout.block_size} tokens, and requests are refused"
+    )
+    enough = exact_size(need)
+    return f"{mode.name} takes {mode.kv_heads} KV heads: {holds}; raise --kv-memory to {enough} for all"
 
 
 def _check_asked(
-    asked: int, model_limit: int, fits: int, layout: KVLayout, pool: PoolSize, variant: Variant
+    asked: int, model_limit: int, fits: int, layout: KVLayout, pool: PoolSize, mode: Mode
 ) -> None:
     if asked < 2:
         raise ConfigError(f"--max-model-len {asked}: must be at least 2 (one token in, one out)")
@@ -96,7 +103,7 @@ def _check_asked(
             f"(max_position_embeddings); give at most {model_limit}"
         )
     if asked > fits:
-        need = layout.physical_blocks(asked, variant.kv_heads) * layout.block_bytes
+        need = layout.physical_blocks(asked, mode.kv_heads) * layout.block_bytes
         raise ConfigError(
             f"--max-model-len {asked} needs a KV pool of {format_bytes(need)} and there are "
             f"{format_bytes(pool.nbytes)} ({pool.reason}); the largest that fits is {fits}: lower "

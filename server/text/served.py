@@ -22,10 +22,10 @@ class ServedVariant:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`names` maps every accepted `model` value to a canonical variant, in the order they are listed;
-    the first is what a request without `model` gets. `vocab_rows` is the number of embedding rows,
-    `eos_ids` the union from config, generation config and tokenizer (see `server.text.eos`), `defaults` what
-    a request that names no sampling gets."""
+    """`names` maps every accepted `model` value to a canonical variant; the first name of each is the one
+    that is listed, and the first of all what a request without `model` gets. `vocab_rows` is the number of
+    embedding rows, `eos_ids` the union from config, generation config and tokenizer (see `server.text.eos`),
+    `defaults` what a request that names no sampling gets."""
 
     names: Mapping[str, str]
     variants: Mapping[str, ServedVariant]
@@ -39,9 +39,15 @@ class ServedModel:
         """The name to echo and its variant; RequestError 404 `model_not_found` lists what is served."""
         name = next(iter(self.names)) if model is None else model
         if name not in self.names:
-            served = ", ".join(self.names)
-            shown = name if len(name) <= 200 else name[:200] + "..."
-            raise RequestError(
-                f"The model `{shown}` does not exist here. Served: {served}.", "model", "model_not_found", 404
-            )
+            raise RequestError(self._not_served(name), "model", "model_not_found", 404)
         return name, self.variants[self.names[name]]
+
+    def _not_served(self, name: str) -> str:
+        """What was asked for and what is listed, one name for each variant."""
+        listed: dict[str, str] = {}
+        for known, variant in self.names.items():
+            listed.setdefault(variant, known)
+        shown = name if len(name) <= 200 else name[:200] + "..."
+        model, _, mode = name.rpartition("@")
+        what = "attention mode" if mode and model in self.names else "model"
+        return f"The {what} `{shown}` is not served here. Served: {', '.join(listed.values())}."

@@ -39,7 +39,8 @@ async def test_models_and_version(words: Path) -> None:
     async with serving(words, service) as api:
         card = {
             "id": "tiny", "object": "model", "created": 1, "owned_by": "headroom", "max_model_len": MAX_LEN,
-            "kv_heads": 2, "group": 2, "bytes_per_token": 128, "lossy": False, "live_bytes": 0,
+            "kv_heads": 2, "group": 2, "bytes_per_token": 128, "lossy": False,
+            "head_map": "native", "live_bytes": 0,
         }  # fmt: skip
         assert (await api.http.get("/v1/models")).json() == {"object": "list", "data": [card]}
         assert (await api.http.get("/v1/models/tiny")).json() == card

@@ -14,7 +14,7 @@ from server.engine.facts import EngineFacts
 
 def facts(*variants: tuple[str, int]) -> EngineFacts:
     """A checkpoint of 9 query and 3 KV heads, served in `variants` (canonical name, KV heads)."""
-    served: Any = [SimpleNamespace(name=name, kv_heads=heads) for name, heads in variants]
+    served: Any = [SimpleNamespace(name=name, kv_heads=heads, lossy=heads < 3) for name, heads in variants]
     return cast(EngineFacts, SimpleNamespace(q_heads=9, kv_heads=3, variants=served))
 
 

@@ -57,7 +57,7 @@ def make_state(folder: Path, service: FakeService, **settings: Any) -> ApiState:
     return ApiState(
         version="1.2.3",
         served=served,
-        cards=(ModelCard("tiny", "native", 1, MAX_LEN, 2, 2, 128, False),),
+        cards=(ModelCard("tiny", "native", 1, MAX_LEN, 2, 2, 128, False, "native"),),
         service=cast(Any, service),
         preparer=Preparer(served, tokenizer, ChatTemplate.from_folder(folder, tokenizer.special)),
         tokenizer=tokenizer,

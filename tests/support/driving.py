@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from model.heads import Variant
 from server.engine.build import build_engine
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
 from server.engine.options import EngineOptions
 from server.engine.request import FinishReason, KVPeak, Request, SamplingParams
+from server.engine.variants import CalibrationSource
 
 GREEDY = SamplingParams(temperature=0.0)
 _ids = itertools.count()
@@ -28,12 +30,17 @@ class Answer:
     kv: KVPeak | None = None
 
 
-def fp32_engine(folder: Path, **options: Any) -> tuple[Engine, EngineFacts]:
+def fp32_engine(
+    folder: Path,
+    variants: Sequence[Variant] = (),
+    calibration: CalibrationSource | None = None,
+    **options: Any,
+) -> tuple[Engine, EngineFacts]:
     """An engine on the CPU in fp32 with a 64 MiB pool, unless `options` say otherwise."""
     settings = {"device": "cpu", "dtype": "float32"} | options
     if "kv_fraction" not in settings:
         settings.setdefault("kv_memory", 64 << 20)
-    return build_engine(EngineOptions(**settings), folder)
+    return build_engine(EngineOptions(**settings), folder, calibration=calibration, variants=variants)
 
 
 def greedy_request(
