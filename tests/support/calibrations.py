@@ -30,8 +30,7 @@ def random_fit(
         frequency=free_slots if free else torch.arange(slots).repeat(kv_heads, 1),
         key=factors() * (kv_heads / native) ** 0.5,
         query=factors() * 0.5,
-        v_in=normal(kv_heads, head_dim, head_dim * native // kv_heads)
-        * (kv_heads / native / head_dim) ** 0.5,
+        v_in=normal(kv_heads, head_dim, shared) * shared**-0.5,
         o=normal(config.hidden_size, width) * width**-0.5,
         o_bias=normal(config.hidden_size) if o_bias else None,
     )
