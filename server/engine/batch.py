@@ -7,7 +7,7 @@ Host arrays of one dtype are packed into one buffer, sent once, and split into v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -72,6 +72,25 @@ def build_batch(
     )
 
 
+def lone_batch(
+    variant: str, ids: Int64Array, start: int, wanted: int, row_tables: Tensor, shape: Shape
+) -> ForwardBatch:
+    """A step of one sequence whose rows are the first of `row_tables`: `ids` at positions `start` and after.
+
+    The logits after each of the last `wanted` ones are asked for, and nothing is drawn.
+    """
+    one = np.array([len(ids)], dtype=np.int64)
+    heads = np.array([shape.variants[variant].kv_heads], dtype=np.int64)
+    positions = np.arange(start, start + len(ids), dtype=np.int64)
+    meta = _meta(
+        one, np.array([start], dtype=np.int64), heads, _starts(one), positions, [0], row_tables, shape
+    )
+    last = np.arange(len(ids) - wanted, len(ids), dtype=np.int64)
+    flat, rows = _upload([ids, last], torch.int64, shape.device)
+    segments = (Segment(shape.variants[variant].head_map, 0, len(ids)),)
+    return ForwardBatch(flat, meta.positions, segments, meta, rows, None, ())
+
+
 def made_up_batch(
     variant: str, start: int, count: int, wanted: int, row_tables: Tensor, shape: Shape
 ) -> ForwardBatch:
@@ -80,15 +99,7 @@ def made_up_batch(
     Tokens `[start, start + count)` of one sequence, all of id 0, whose rows are the first of `row_tables`;
     after each of the last `wanted` ones a token is drawn at temperature 1.
     """
-    one = np.array([count], dtype=np.int64)
-    heads = np.array([shape.variants[variant].kv_heads], dtype=np.int64)
-    positions = np.arange(start, start + count, dtype=np.int64)
-    meta = _meta(
-        one, np.array([start], dtype=np.int64), heads, _starts(one), positions, [0], row_tables, shape
-    )
-    last = np.arange(count - wanted, count, dtype=np.int64)
-    ids, rows = _upload([np.zeros_like(positions), last], torch.int64, shape.device)
-    segments = (Segment(shape.variants[variant].head_map, 0, count),)
+    ids = np.zeros(count, dtype=np.int64)
     ones, zeros = np.ones(wanted), np.zeros(wanted)
     sampling = make_sampling(
         temperature=ones,
@@ -99,7 +110,7 @@ def made_up_batch(
         banned=None,
         device=shape.device,
     )
-    return ForwardBatch(ids, meta.positions, segments, meta, rows, sampling, ())
+    return replace(lone_batch(variant, ids, start, wanted, row_tables, shape), sampling=sampling)
 
 
 def _meta(

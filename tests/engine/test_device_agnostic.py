@@ -15,8 +15,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from model.attention.reference import ReferenceAttention
+from model.config import ModelConfig
+from model.decoder import Decoder
 from model.heads import NativeHeads, RepeatHeads, Variant
+from model.linear import PlainBackend
+from model.random_weights import random_weights
 from server.engine.request import SamplingParams
+from server.engine.scoring import Scorer
+from tests.support.attention import CPU
 from tests.support.driving import fp32_engine, greedy_request, run
 from tests.support.engines import prompt_of
 
@@ -89,6 +96,19 @@ def test_a_normal_run_names_device_and_dtype(
         engine._runner.try_out(engine._shape)
         engine.report(check=True)
         engine.blocks(0, 100)
+    assert watched.faults == []
+    assert watched.seen > 0
+
+
+def test_scoring_random_weights_names_device_and_dtype(tiny: Callable[..., Path]) -> None:
+    config = ModelConfig.from_folder(tiny(family="qwen3"))
+    with ExplicitFactories() as watched:
+        weights = random_weights(
+            config, device=CPU, dtype=torch.bfloat16, linear=PlainBackend("test"), seed=1
+        )
+        decoder = Decoder(config, weights, CPU)
+        scorer = Scorer(decoder, ReferenceAttention(CPU), Variant("mha", RepeatHeads(4)), 50)
+        list(scorer.logits([i % 120 for i in prompt_of(40)]))
     assert watched.faults == []
     assert watched.seen > 0
 

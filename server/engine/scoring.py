@@ -1,0 +1,88 @@
+"""What a model says about a text that is there already: the logits after every token of it.
+
+A window of ids goes through the engine's own decoder, attention and paged cache in one attention mode, so
+what is scored is what is served. It goes in chunks, each of which sees all before it, and no more logits
+than a chunk's are ever held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.errors import CacheError
+from cache.layout import KVLayout, LayerGroup
+from cache.pool import KVPool
+from model.attention.base import AttentionBackend
+from model.decoder import Decoder
+from model.heads import Variant
+from server.engine.batch import ForwardBatch, Shape, lone_batch
+from server.engine.errors import ConfigError
+
+BLOCK_SIZE = 16
+_CHUNK_TOKENS = 256
+_LOGIT_BYTES = 32 << 20  # of a chunk's logits in fp32; those who read them may need as much again
+
+
+class Scorer:
+    """Scores windows of up to `window` tokens in one attention mode; holds a pool for one of them.
+
+    One window at a time. The same ids give the same logits, whatever was scored before.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        variant: Variant,
+        window: int,
+        *,
+        chunk: int | None = None,
+    ) -> None:
+        """`window` must be within the decoder's positions; `chunk` tokens go through the decoder at once
+        (default: `chunk_tokens`). Raises ConfigError if the device has no room for the pool."""
+        config, weights = decoder.config, decoder.weights
+        device = weights.embed.device
+        group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
+        layout = KVLayout((group,), BLOCK_SIZE, weights.embed.dtype)
+        self.variant = variant
+        self.window = window
+        self.chunk = chunk or chunk_tokens(window, config.vocab_size)
+        self._decoder = decoder
+        self._attention = attention
+        self._shape = Shape(BLOCK_SIZE, config.num_heads, {variant.name: variant}, device)
+        try:
+            self._pool = KVPool(layout, layout.physical_blocks(window, variant.kv_heads), device)
+        except CacheError as error:
+            raise ConfigError(f"scoring {window} tokens as {variant.name}: {error}") from error
+        blocks = torch.arange(self._pool.total, dtype=torch.int32, device=device)
+        self._rows = blocks.view(variant.kv_heads, -1)  # one sequence's, and all blocks are its own
+
+    def logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """The logits after each of `ids`, in order: `[n, V]` fp32 for each chunk, `n` at most `chunk`.
+
+        Raises ValueError for an empty window and for one that is too long.
+        """
+        if not 0 < len(ids) <= self.window:
+            raise ValueError(f"a window of {len(ids)} tokens; this takes 1 to {self.window}")
+        known = np.asarray(ids, dtype=np.int64)
+        for start in range(0, len(known), self.chunk):
+            part = known[start : start + self.chunk]
+            yield self._run(lone_batch(self.variant.name, part, start, len(part), self._rows, self._shape))
+
+    @torch.inference_mode()
+    def _run(self, batch: ForwardBatch) -> Tensor:
+        step = self._attention.begin(batch.meta)
+        return self._decoder.forward(
+            batch.ids, batch.positions, batch.segments, step, self._pool.layers, batch.wanted
+        )
+
+
+def chunk_tokens(window: int, vocab: int) -> int:
+    """Tokens of a chunk: `window` in the fewest equal parts that are small enough, in steps and in logits."""
+    most = max(1, min(_CHUNK_TOKENS, _LOGIT_BYTES // (vocab * torch.float32.itemsize)))
+    parts = -(-window // most)
+    return -(-window // parts)
