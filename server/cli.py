@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from server import __version__
 from server.commands import flags
 from server.commands.arguments import Parser
+from server.commands.plan_flags import add_plan_flags
 
 if TYPE_CHECKING:
     from server.app import Loaded
@@ -31,6 +32,7 @@ commands:
   generate [MODEL] PROMPT   print how a model continues a prompt
   chat [MODEL]              talk to a model in the terminal
   fetch [MODEL]             download a model and print its folder
+  plan [MODEL]              what its KV cache costs in every attention mode, and how many users fit
 
 MODEL is {flags.MODEL_HELP}.
 `headroom COMMAND --help` explains the flags of a command, `headroom --version` tells the version.
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": _generate,
         "chat": _chat,
         "fetch": _fetch,
+        "plan": _plan,
     }
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
@@ -171,11 +174,28 @@ def _fetch(words: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
+def _plan(words: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = Parser(
+        "plan",
+        "[MODEL] [flags]",
+        "Tell what a model's KV cache costs and how many users fit, from its config.json alone.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
+    add_plan_flags(parser)
+    args = parser.parse_intermixed_args(words)
+    from server.commands.plan import plan
+
+    return plan(args, args.model or flags.DEFAULT_MODEL, env.get("HF_ENDPOINT") or None)
+
+
 def _load(args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:
     from model.fetch import default_cache_dir
     from server.commands.loading import load_model
 
-    return load_model(flags.model_options(args, env, default_cache_dir(env)))
+    loaded = load_model(flags.model_options(args, env, default_cache_dir(env)))
+    for warning in loaded.facts.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return loaded
 
 
 if __name__ == "__main__":

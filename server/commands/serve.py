@@ -126,7 +126,8 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
         no_chat = await preparer.start()
         if no_chat is not None:
             _log.info("chat is refused: %s", no_chat)
-        _print_url(loaded.name, url(listener), keyed=bool(options.api_keys), chat=no_chat is None)
+        default = next(iter(loaded.served.names))
+        _print_url(default, url(listener), keyed=bool(options.api_keys), chat=no_chat is None)
         await server.serve([listener])
     finally:
         await service.stop()

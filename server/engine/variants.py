@@ -88,8 +88,8 @@ def map_name(variant: Variant, native: int) -> str:
 
 def lossy_warning(name: str, kv_heads: int, native: int, head_map: str) -> str:
     """What a user is told who serves fewer KV heads than the checkpoint has."""
-    heads = "1 KV head stands" if kv_heads == 1 else f"{kv_heads} KV heads stand"
+    heads = "1 KV head" if kv_heads == 1 else f"{kv_heads} KV heads"
     return (
-        f"{name} is lossy: {heads} in for the checkpoint's {native} (head map {head_map}); "
-        f"`headroom compare` measures what that costs"
+        f"{name} is lossy: {heads} for the checkpoint's {native} (head map {head_map}); "
+        f"`headroom compare` measures the cost"
     )
