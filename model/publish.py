@@ -1,4 +1,4 @@
-"""A folder that either exists whole or not at all, however many processes make it and whoever is killed."""
+"""Folders and files that exist whole or not at all, however many processes make them or are killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def publish_folder(
         return final
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(final.parent / f".{final.name}.lock", waiting):
+        with locked(final.parent / f".{final.name}.lock", waiting):
             if not is_complete(final):
                 _build(final, build)
     except OSError as error:
@@ -59,9 +59,27 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def publish_file(final: Path, write: Callable[[Path], None]) -> None:
+    """Make or replace `final` by `write(path beside it)`, brought to the disk and renamed.
+
+    The caller holds a `locked` that all makers of `final` share. Raises OSError, and whatever `write` raises.
+    """
+    fresh = final.with_name(f".{final.name}.tmp")  # one name: a dead process's leftover is overwritten
+    try:
+        write(fresh)
+        _flush(fresh)
+        fresh.replace(final)
+    finally:
+        fresh.unlink(missing_ok=True)
+    _flush(final.parent)
+
+
 @contextmanager
-def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on `path`. The file stays: removed, two processes could each lock one."""
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; `waiting` is called before the wait for another's, if there is one.
+
+    The file stays: removed, two processes could each lock one. Raises OSError.
+    """
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
