@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from cache.audit import audit, summary, verify
 from cache.errors import CacheError
 from cache.layout import KVLayout, LayerGroup
 from cache.manager import CacheManager
@@ -41,6 +43,8 @@ from server.engine.variants import (
     map_name,
     modes_of,
 )
+
+logger = logging.getLogger(__name__)
 
 CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 2048
@@ -192,12 +196,24 @@ def _fit(frame: _Frame, size: PoolSize) -> Context:
     return fit_context(frame.layout, size, frame.modes, asked, frame.config.max_position_embeddings)
 
 
-def _join(parts: _Parts, size: PoolSize, context: Context) -> Engine:
-    frame = parts.frame
+def _pool(frame: _Frame, size: PoolSize) -> KVPool:
+    """The arena, of the size that the formula says: its own storage and the device confirm it."""
     try:
         pool = KVPool(frame.layout, frame.layout.total_blocks(size.nbytes), frame.device)
     except CacheError as error:
         raise ConfigError(f"{error} (--kv-memory, or --kv-fraction)") from error
+    found = audit(frame.layout, pool)
+    try:
+        verify(found)
+    except CacheError as error:
+        raise ConfigError(str(error)) from error
+    logger.info("KV cache audit: %s", summary(found))
+    return pool
+
+
+def _join(parts: _Parts, size: PoolSize, context: Context) -> Engine:
+    frame = parts.frame
+    pool = _pool(frame, size)
     manager = CacheManager(
         frame.layout,
         pool,
@@ -209,7 +225,7 @@ def _join(parts: _Parts, size: PoolSize, context: Context) -> Engine:
         prefix_cache=frame.options.prefix_cache,
     )
     runner = ModelRunner(parts.decoder, pool, parts.attention)
-    return Engine(runner, manager, parts.shape, frame.limits, context.by_mode)
+    return Engine(runner, manager, parts.shape, frame.limits, context.by_mode, debug=frame.options.debug)
 
 
 def _facts(parts: _Parts, size: PoolSize, context: Context) -> EngineFacts:

@@ -10,6 +10,7 @@ from cache.manager import CacheManager
 from cache.report import BlockPage, CacheReport
 from server.engine.batch import Shape, build_batch
 from server.engine.errors import EngineDead
+from server.engine.reconcile import reconcile
 from server.engine.request import FinishReason, KVPeak, Request, TokenEvent, failed
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits, Plan, Scheduled, Scheduler
@@ -26,6 +27,7 @@ class Engine:
     """Continuous batching over one decoder and one cache. One caller at a time.
 
     `capacity` maps each variant to the most tokens (prompt and output) that a sequence of it may have.
+    `debug`: every step ends with a recount of all that is counted; a counter that is wrong ends the engine.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class Engine:
         shape: Shape,
         limits: Limits,
         capacity: Mapping[str, int],
+        debug: bool = False,
     ) -> None:
         self._runner = runner
         self._manager = manager
         self._shape = shape
         self._capacity = dict(capacity)
+        self._debug = debug
         self._counters = Counters()
         self._scheduler = Scheduler(
             manager,
@@ -102,6 +106,8 @@ class Engine:
             plan = self._plan(events)
             outcomes = self._run(plan)
             self._commit(plan, outcomes, events)
+            if self._debug and not self._stumbled:
+                reconcile(self._manager, self._scheduler, self._works)
         except Exception as error:
             self._die(error, events)
         self._counters.steps += 1

@@ -16,6 +16,7 @@ from cache.chain import TokenChain
 from cache.layout import KVLayout, LayerGroup
 from cache.manager import CacheManager
 from cache.pool import KVPool
+from cache.recount import reconcile
 from cache.state import VariantSpec
 from tests.support.cache_model import CacheModel
 
@@ -179,6 +180,7 @@ class Harness:
                     self.model.advance(slot, driven.target, driven.tokens)
                 driven.computed = driven.target
         self.verify()
+        reconcile(self.manager)
         self.verify_data()
 
     # ---- markers ----
