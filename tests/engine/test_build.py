@@ -73,6 +73,27 @@ def test_a_context_that_does_not_fit(small: Path) -> None:
     fp32_engine(small, kv_memory=16 * BLOCK, max_model_len=128)
 
 
+def test_each_mode_has_its_own_limit(small: Path) -> None:
+    """10 blocks: 160 tokens of mqa, 80 of native (2 KV heads), 32 of mha (4)."""
+    three = {"attention": ("native", "mqa", "mha"), "head_map": "mean", "kv_memory": 10 * BLOCK}
+    facts = fp32_engine(small, **three)[1]
+    assert [v.max_len for v in facts.variants] == [80, 160, 32]
+    assert (facts.max_model_len, facts.clamped_from) == (80, 256)
+    assert facts.warnings[0] == (
+        "mha takes 4 KV heads: the pool holds 32 tokens of one sequence, not 80; raise --kv-memory to 80KiB "
+        "for all"
+    )
+    assert "lossy" in facts.warnings[1] and len(facts.warnings) == 2
+    facts = fp32_engine(small, **three, max_model_len=60)[1]  # fits the first mode; mha has its own clamp
+    assert [v.max_len for v in facts.variants] == [60, 60, 32]
+    assert "not 60; raise --kv-memory to 64KiB for all" in facts.warnings[0]
+    message = refusal(small, **three | {"attention": ("mha", "mqa")}, max_model_len=60)
+    assert "the largest that fits is 32" in message
+    facts = fp32_engine(small, **three | {"kv_memory": 3 * BLOCK})[1]
+    assert [v.max_len for v in facts.variants] == [16, 48, 0]
+    assert "mha takes 4 KV heads: the pool cannot hold a single block of 16 tokens" in facts.warnings[0]
+
+
 def test_no_room_for_one_block(small: Path) -> None:
     message = refusal(small, kv_memory=BLOCK)
     assert message == (

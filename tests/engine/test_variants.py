@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.heads import NativeHeads, RepeatHeads, Variant
+from model.errors import ModelError
+from model.heads import MeanHeads, NativeHeads, RepeatHeads, Variant
+from server.engine import build
+from server.engine.errors import ConfigError
 from tests.engine.conftest import Oracle
+from tests.support.checkpoints import make_rand
 from tests.support.driving import fp32_engine, greedy_request, run
 from tests.support.engines import checked, manager_of, on_batches, pool_of, prompt_of
 
@@ -78,3 +82,109 @@ def test_two_engines_in_one_process(small: Path, oracle: Oracle) -> None:
         two.step()
     assert ids == oracle.greedy(prompt, 12)
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_modes_by_name_get_their_maps(small: Path) -> None:
+    """4 query and 2 KV heads: each mode's map, canonical name and arithmetic; the first is the default."""
+    engine, facts = fp32_engine(small, attention=("gqa1", "mha", "gqa2"), head_map="mean")
+    variants = engine._shape.variants
+    assert [type(variant.head_map) for variant in variants.values()] == [MeanHeads, RepeatHeads, NativeHeads]
+    told = [(v.name, v.kv_heads, v.group, v.bytes_per_token, v.lossy, v.head_map) for v in facts.variants]
+    assert told == [
+        ("mqa", 1, 4, 256, True, "mean"),
+        ("mha", 4, 1, 1024, False, "repeat"),
+        ("native", 2, 2, 512, False, "native"),
+    ]
+    assert [v.identity for v in facts.variants] == ["mean", "", ""]
+    assert facts.warnings == (
+        "mqa is lossy: 1 KV head for the checkpoint's 2 (head map mean); "
+        "`headroom compare` measures the cost",
+    )
+    assert facts.weight_bytes == facts.checkpoint_bytes == fp32_engine(small)[1].weight_bytes
+
+
+def test_repeated_heads_say_what_the_checkpoint_says(small: Path, oracle: Oracle) -> None:
+    engine = checked(fp32_engine(small, attention=("mha", "native", "mqa"), head_map="mean")[0])
+    prompts = [prompt_of(20 + i, 95 + i) for i in range(6)]
+    names = ("mha", "native", "mqa") * 2
+    answers = run(engine, [greedy_request(p, 12, variant=v) for p, v in zip(prompts, names, strict=True)])
+    for (answer,), prompt, name in zip(answers, prompts, names, strict=True):
+        assert (answer.ids == oracle.greedy(prompt, 12)) is (name != "mqa")
+
+
+def reachable(root: object) -> dict[int, int]:
+    """Bytes of each tensor storage that hangs on `root`, by address."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, (tuple, list)):
+            todo += thing
+        elif isinstance(thing, dict):
+            todo += thing.values()
+        elif type(thing).__module__.startswith("model."):
+            names = getattr(type(thing), "__slots__", ()) or vars(thing)
+            todo += [getattr(thing, name) for name in names]
+    return found
+
+
+def test_every_weight_is_held_once(small: Path) -> None:
+    """Counted in storages: three modes hold what one holds, and what their maps own."""
+    held = {}
+    for attention in (("native",), ("native", "mha", "mqa")):
+        engine, facts = fp32_engine(small, attention=attention, head_map="mean")
+        storages = reachable(engine._runner._decoder.weights) | reachable(engine._shape.variants)
+        held[len(attention)] = sum(storages.values())
+        assert held[len(attention)] == facts.weight_bytes
+    assert held[3] == held[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "attention", "words"),
+    [
+        (9, 3, ("gqa4",), "attention mode gqa4: 4 KV heads cannot share 9 query heads equally; with its KV "
+                          "heads, the checkpoint's modes are mqa (1), native (3), mha (9)"),
+        (6, 3, ("native", "gqa2"), "attention mode gqa2: 2 is neither a multiple nor a divisor of the "
+                                   "checkpoint's 3 KV heads"),
+        (9, 3, ("mha", "gqa9"), "attention modes mha and gqa9 are the same here (9 KV heads); name it once"),
+        (9, 3, ("gqa3", "native"), "gqa3 and native are the same here"),
+        (9, 3, ("mla",), "attention mode 'mla' is not known"),
+    ],
+)  # fmt: skip
+def test_modes_that_cannot_be(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    kv_heads: int,
+    attention: tuple[str, ...],
+    words: str,
+) -> None:
+    """Refused in one line, before the weights are read."""
+    monkeypatch.setattr(build, "load_weights", None)
+    folder = make_rand(tmp_path, vocab=32, heads=heads, kv_heads=kv_heads, head_dim=8, hidden=8 * heads)
+    with pytest.raises(ModelError) as refused:
+        fp32_engine(folder, attention=attention)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attention": ()}, "--attention names no mode"),
+        ({"head_map": "best"}, "--head-map best: must be one of aligned, aligned-fixed, mean"),
+        ({"attention": ("mqa",)}, "mqa with --head-map aligned is fitted to a text, and there is none here"),
+    ],
+)
+def test_options_that_cannot_be(
+    small: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], words: str
+) -> None:
+    monkeypatch.setattr(build, "load_weights", None)
+    with pytest.raises(ConfigError, match=words):
+        fp32_engine(small, **options)  # type: ignore[arg-type]
