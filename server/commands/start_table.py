@@ -60,6 +60,7 @@ def _rows(name: str, facts: EngineFacts) -> list[tuple[str, str]]:
             f"{format_bytes(facts.pool_bytes)} ({facts.pool_reason}): {facts.total_blocks:,} blocks "
             f"of {format_bytes(facts.block_bytes)}, each {facts.block_size} tokens of one KV head",
         ),
+        ("", f"{facts.pool_audit} (padding's block included)"),
     ]
     if len(facts.variants) == 1:
         rows += _only_mode(facts, facts.variants[0])

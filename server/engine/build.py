@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +42,6 @@ from server.engine.variants import (
     map_name,
     modes_of,
 )
-
-logger = logging.getLogger(__name__)
 
 CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 2048
@@ -107,7 +104,8 @@ def build_engine(
     parts = _Parts(frame, decoder, shape, choose_attention_backend(device, dtype), linear)
     size = _size(parts)
     context = _fit(frame, size)
-    return _join(parts, size, context), _facts(parts, size, context)
+    engine = _join(parts, size, context)
+    return engine, _facts(parts, size, context, summary(engine.report().audit))
 
 
 def _frame(
@@ -202,12 +200,10 @@ def _pool(frame: _Frame, size: PoolSize) -> KVPool:
         pool = KVPool(frame.layout, frame.layout.total_blocks(size.nbytes), frame.device)
     except CacheError as error:
         raise ConfigError(f"{error} (--kv-memory, or --kv-fraction)") from error
-    found = audit(frame.layout, pool)
     try:
-        verify(found)
+        verify(audit(frame.layout, pool))
     except CacheError as error:
         raise ConfigError(str(error)) from error
-    logger.info("KV cache audit: %s", summary(found))
     return pool
 
 
@@ -228,7 +224,7 @@ def _join(parts: _Parts, size: PoolSize, context: Context) -> Engine:
     return Engine(runner, manager, parts.shape, frame.limits, context.by_mode, debug=frame.options.debug)
 
 
-def _facts(parts: _Parts, size: PoolSize, context: Context) -> EngineFacts:
+def _facts(parts: _Parts, size: PoolSize, context: Context, audited: str) -> EngineFacts:
     frame = parts.frame
     config, layout = frame.config, frame.layout
     total = layout.total_blocks(size.nbytes)
@@ -251,6 +247,7 @@ def _facts(parts: _Parts, size: PoolSize, context: Context) -> EngineFacts:
         kv_dtype=str(layout.dtype).removeprefix("torch."),
         pool_bytes=total * layout.block_bytes,
         pool_reason=size.reason,
+        pool_audit=audited,
         total_blocks=total,
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,

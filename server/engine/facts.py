@@ -51,6 +51,7 @@ class EngineFacts:
     kv_dtype: str
     pool_bytes: int  # of the blocks; the arena holds one more, for padding writes
     pool_reason: str
+    pool_audit: str  # who confirms its size
     total_blocks: int
     block_size: int
     block_bytes: int
