@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from model.checkpoint import Checkpoint
@@ -46,6 +47,13 @@ def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield f"mlp.{name}.weight", (rows, columns)
         if config.mlp_bias:
             yield f"mlp.{name}.bias", (rows,)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Numbers in all tensors together; a tied lm_head is the embedding and counted once."""
+    of_layer = sum(math.prod(shape) for shape in layer_tensors(config).values())
+    tables = 1 if config.tie_embeddings else 2
+    return of_layer * config.num_layers + tables * config.vocab_size * config.hidden_size + config.hidden_size
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
