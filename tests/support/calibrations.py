@@ -75,3 +75,14 @@ def heads_of(calibration: Calibration, decoder: Decoder) -> AlignedHeads:
     embed = decoder.weights.embed
     linear = choose_linear_backend(embed.device, embed.dtype)
     return aligned_heads(calibration, device=embed.device, dtype=embed.dtype, linear=linear)
+
+
+def as_pairs(x: Tensor) -> Tensor:
+    """`[..., D]` -> `[..., D / 2]` complex128: column i and column i + D/2 of it."""
+    first, second = x.double().chunk(2, dim=-1)
+    return torch.complex(first, second)
+
+
+def as_columns(x: Tensor) -> Tensor:
+    """The inverse of `as_pairs`, in x's precision."""
+    return torch.cat((x.real, x.imag), dim=-1)
