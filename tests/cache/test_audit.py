@@ -134,6 +134,10 @@ def test_an_arena_of_another_size_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         verify(audit(pool.layout, pool))
     pool.total = 10
+    with monkeypatch.context() as patch:
+        patch.setattr(KVLayout, "block_bytes", property(lambda layout: 30 * 16 * 64 * 2))  # K alone
+        with pytest.raises(CacheError, match="formula gives 675,840 bytes, the arena has 1,351,680, the dev"):
+            verify(audit(pool.layout, KVPool(smol_layout(), 10, CPU)))
     libc, middle = ctypes.CDLL(None), whole.data_ptr() + 100 * PAGE
     assert libc.mprotect(ctypes.c_void_p(middle), ctypes.c_size_t(PAGE), mmap.PROT_READ) == 0
     with pytest.raises(CacheError, match=f"device reports {100 * PAGE:,} in pages of {PAGE:,}"):
