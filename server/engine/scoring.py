@@ -8,6 +8,8 @@ than a chunk's are ever held.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +19,17 @@ from cache.errors import CacheError
 from cache.layout import KVLayout, LayerGroup
 from cache.pool import KVPool
 from model.attention.base import AttentionBackend
+from model.attention.choose import choose_attention_backend
+from model.config import ModelConfig
 from model.decoder import Decoder
-from model.heads import Variant
+from model.heads import NativeHeads, Variant
+from model.linear import choose_linear_backend
+from model.loader import load_weights
 from server.engine.batch import ForwardBatch, Shape, lone_batch
+from server.engine.device import choose_device, choose_dtype
 from server.engine.errors import ConfigError
+from server.engine.options import EngineOptions
+from server.engine.variants import CalibrationSource, choose_modes, make_variants
 
 BLOCK_SIZE = 16
 _CHUNK_TOKENS = 256
@@ -79,6 +88,43 @@ class Scorer:
         return self._decoder.forward(
             batch.ids, batch.positions, batch.segments, step, self._pool.layers, batch.wanted
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """A loaded checkpoint and its attention modes, ready to score; there is no engine and no pool yet."""
+
+    decoder: Decoder
+    attention: AttentionBackend
+    variants: tuple[Variant, ...]  # as they were asked for
+
+    @property
+    def native(self) -> Variant:
+        """The checkpoint's own heads, whether or not they were asked for."""
+        return Variant("native", NativeHeads(self.decoder.config.num_kv_heads))
+
+    def scorer(self, variant: Variant, window: int, *, chunk: int | None = None) -> Scorer:
+        """See `Scorer`."""
+        return Scorer(self.decoder, self.attention, variant, window, chunk=chunk)
+
+
+def load_scoring(
+    options: EngineOptions, model_folder: Path, longest: int, calibration: CalibrationSource | None = None
+) -> Scoring:
+    """The checkpoint in `model_folder`, in the modes, on the device and in the dtype of `options`.
+
+    Windows to score may have up to `longest` tokens, or what the model allows if that is less; so may those
+    of `calibration`. Raises ModelError (checkpoint, modes) or ConfigError (options).
+    """
+    config = ModelConfig.from_folder(model_folder)
+    modes = choose_modes(options, config, calibration)
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, config.torch_dtype, device).dtype
+    linear = choose_linear_backend(device, dtype)
+    weights = load_weights(model_folder, config, device=device, dtype=dtype, linear=linear)
+    decoder = Decoder(config, weights, device, max_position=min(longest, config.max_position_embeddings))
+    variants = make_variants(modes, options.head_map, decoder, linear, calibration)
+    return Scoring(decoder, choose_attention_backend(device, dtype), variants)
 
 
 def chunk_tokens(window: int, vocab: int) -> int:

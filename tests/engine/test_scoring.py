@@ -12,9 +12,11 @@ from torch import Tensor
 
 from model.attention.reference import ReferenceAttention
 from model.decoder import Decoder
+from model.errors import ModelError
 from model.heads import HeadMap, MeanHeads, NativeHeads, RepeatHeads, Variant
 from server.engine.errors import ConfigError
-from server.engine.scoring import Scorer, chunk_tokens
+from server.engine.options import EngineOptions
+from server.engine.scoring import Scorer, chunk_tokens, load_scoring
 from tests.support.attention import CPU
 from tests.support.decoding import load_decoder, run_alone, some_ids
 from tests.support.equality import assert_same_logits
@@ -130,3 +132,35 @@ def test_in_bfloat16_the_cache_is_too(tiny: Callable[..., Path]) -> None:
 def assert_close_to(ours: Tensor, reference: Tensor) -> None:
     error = float((ours - reference).square().mean().sqrt())
     assert 0 < error < 0.05 * float(reference.std())
+
+
+def test_from_a_folder(tiny: Callable[..., Path]) -> None:
+    """As many modes as asked for, in their order; positions no further than the model goes."""
+    options = EngineOptions("cpu", "float32", attention=("mha", "mqa"), head_map="mean")
+    scoring = load_scoring(options, tiny(), 10_000)
+    assert [(v.name, v.kv_heads) for v in scoring.variants] == [("mha", 4), ("mqa", 1)]
+    assert (scoring.native.name, scoring.native.kv_heads) == ("native", 2)
+    ids = some_ids(512)
+    for variant in (scoring.native, scoring.variants[0]):
+        ours = torch.cat(list(scoring.scorer(variant, 512).logits(ids)))
+        assert_same_logits(ours, load_reference(tiny()).logits(ids))
+    with pytest.raises(IndexError):
+        list(load_scoring(options, tiny(), 100).scorer(scoring.native, 101).logits(some_ids(101)))
+
+
+def test_from_a_folder_in_the_options_dtype(tiny: Callable[..., Path]) -> None:
+    scoring = load_scoring(EngineOptions("cpu", "bfloat16"), tiny(), 100)
+    assert scoring.decoder.weights.embed.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (EngineOptions("cpu", attention=("gqa3",)), "attention mode gqa3"),
+        (EngineOptions("cpu", attention=("mqa",)), "fitted to a text, and there is none"),
+        (EngineOptions("tpu"), "--device tpu"),
+    ],
+)
+def test_options_that_cannot_be(tiny: Callable[..., Path], options: EngineOptions, message: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=message):
+        load_scoring(options, tiny(), 100)
