@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -38,12 +39,39 @@ def publish_folder(
     return final
 
 
+def publish_new_folder(final: Path, build: Callable[[Path], None]) -> None:
+    """Make `final` by `build(empty folder)`, in place of nothing but an empty folder.
+
+    The rename refuses a folder that somebody filled meanwhile, so nothing is ever lost. Of a process that
+    is killed outright, a folder `NAME.partial-...` stays beside it. Raises ModelError when the disk refuses.
+    """
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _fresh_folder(f"{final.name}.partial-", final.parent, build) as fresh:
+            fresh.rename(final)
+        _flush(final.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise ModelError(f"{final} was filled by somebody else meanwhile; it was left alone") from error
+        raise ModelError(f"cannot write the model to {final}: {error}") from error
+
+
 def _build(final: Path, build: Callable[[Path], None]) -> None:
     """Build and rename; the caller holds the lock, so every temporary folder found is a dead process's."""
     prefix = f".{final.name}.tmp-"
     for leftover in final.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
+    with _fresh_folder(prefix, final.parent, build) as fresh:
+        if final.exists():  # incomplete or made by an older version: a rename onto a full folder would fail
+            final.rename(fresh.with_name("old"))
+        fresh.rename(final)
+    _flush(final.parent)
+
+
+@contextmanager
+def _fresh_folder(prefix: str, parent: Path, build: Callable[[Path], None]) -> Iterator[Path]:
+    """A folder that `build` has filled, on the disk, inside a temporary one that is removed at the end."""
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         fresh = work / "new"
         fresh.mkdir()
@@ -51,10 +79,7 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
         for path in fresh.iterdir():
             _flush(path)
         _flush(fresh)
-        if final.exists():  # incomplete or made by an older version: a rename onto a full folder would fail
-            final.rename(work / "old")
-        fresh.rename(final)
-        _flush(final.parent)
+        yield fresh
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
