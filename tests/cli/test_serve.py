@@ -126,6 +126,53 @@ def test_starts_that_cannot_work(here: InProcess, tiny_served: Path, tmp_path: P
     assert "config.json" in refused(broken)
 
 
+@pytest.mark.parametrize(
+    ("q_heads", "modes", "line"),
+    [
+        (9, "gqa4", "attention mode gqa4: 4 KV heads cannot share 9 query heads equally"),
+        (6, "gqa2", "attention mode gqa2: 2 is neither a multiple nor a divisor of the checkpoint's 3 KV"),
+        (9, "mha,gqa9", "attention modes mha and gqa9 are the same here (9 KV heads); name it once"),
+        (9, "native,mla", "attention mode 'mla' is not known"),
+    ],
+)
+def test_modes_that_cannot_be_served(
+    here: InProcess, tmp_path: Path, tiny_served: Path, q_heads: int, modes: str, line: str
+) -> None:
+    """One line, exit code 1, before a weight is read (there are none)."""
+    for path in tiny_served.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    checkpoints.edit_config(tmp_path, {"num_attention_heads": q_heads, "num_key_value_heads": 3})
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    said = check_one_line(here("serve", str(tmp_path), "--port", "0", "--attention", modes), line)
+    assert "name it once" in said or f"modes are mqa (1), native (3), mha ({q_heads})" in said
+
+
+def test_a_pool_too_small_for_the_first_mode(here: InProcess, tiny_served: Path) -> None:
+    small = ["--dtype", "float32", "--kv-memory", "12KiB", "--attention", "mha,native"]
+    check_one_line(here("serve", str(tiny_served), "--port", "0", *small), "at least --kv-memory 16KiB")
+
+
+def test_the_start_table_of_several_modes(tiny_served: Path) -> None:
+    flags = ["--dtype", "float32", "--kv-memory", "128KiB", "--served-model-name", "tiny", "--attention",
+             "mqa,native,mha", "--head-map", "mean"]  # fmt: skip
+    with running(tiny_served, *flags) as server:
+        said = server.log().partition("Listening")[0]
+        lines = [line.split() for line in said.splitlines()]
+        for row in (
+            "mqa 1 256 B 512 1 at 512 mean, lossy none",
+            "native 2 512 B 256 1 at 256 native none",
+            "mha 4 1.00 KiB 128 1 at 128 repeat, exact none",
+        ):
+            assert row.split() in lines, said
+        assert "4 query heads and the checkpoint's own 2 KV heads; 3 modes of one copy" in said
+        assert (
+            "warning: mqa is lossy: 1 KV head for the checkpoint's 2 (head map mean); `headroom compare` "
+            "measures the cost\n"
+        ) in said
+        assert "warning: mha takes 4 KV heads: the pool holds 128 tokens of one sequence, not 512" in said
+        assert '"model":"tiny@mqa"' in server.log()
+
+
 def test_torchs_own_words_for_no_memory(
     here: InProcess, tiny_served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

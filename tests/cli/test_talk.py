@@ -52,6 +52,16 @@ def test_generate_here(here: InProcess, chain: Path) -> None:
     check_one_line(here("generate", str(chain), "Hello", "--max-tokens", "999999", *FLAGS), "999999")
 
 
+def test_generate_in_another_mode(here: InProcess, chain: Path) -> None:
+    """The first mode named answers; 4 query and 2 KV heads. What attention says means nothing to a chain."""
+    done = here("generate", str(chain), "Hello", *FLAGS, "--attention", "mqa,native", "--head-map", "mean")
+    assert (done.returncode, done.stdout) == (0, " worldbeta\n"), done.stderr
+    warning, summary = done.stderr.splitlines()
+    assert warning.startswith("warning: mqa is lossy: 1 KV head for the checkpoint's 2 (head map mean)")
+    assert "KV cache 4.00 KiB, as MHA 16.0 KiB" in summary  # one block: 2 * 16 * 32 * 4 bytes
+    check_one_line(here("generate", str(chain), "Hello", *FLAGS, "--attention", "gqa3"), "gqa3")
+
+
 def test_chat_from_a_pipe(chain: Path) -> None:
     lines = "What?\n\n/reset\n/nonsense\nAgain!\n/quit\nnot read\n"
     done = headroom("chat", str(chain), "--temperature", "0", *FLAGS, stdin=lines)

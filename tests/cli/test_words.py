@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     words += (
         " --port 0 --api-key k1 --api-key k2 --allowed-hosts a,b, --cors-origins https://x --max-queued 5"
     )
-    words += " --grace 1.5 --log-level debug"
+    words += " --grace 1.5 --log-level debug --attention mqa,native --head-map mean"
     options = served(monkeypatch, *words.split(), HEADROOM_API_KEY="k3", HF_ENDPOINT="http://hub")
     model, engine = options.model, options.model.engine
     assert (model.model, engine.device, engine.dtype, engine.kv_memory) == (
@@ -132,17 +133,29 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "m",
         "http://hub",
     )
+    assert (engine.attention, engine.head_map, engine.debug) == (("mqa", "native"), "mean", False)
     assert (options.host, options.port, options.api_keys) == ("0.0.0.0", 0, ("k1", "k2", "k3"))
     assert (options.allowed_hosts, options.cors_origins) == (("a", "b"), ("https://x",))
     assert (options.max_queued, options.grace, options.log_level) == (5, 1.5, "debug")
     assert "k1" not in repr(options)
 
 
+def test_debug_recounts_and_tells_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = served(monkeypatch, "--debug", "--log-level", "error")
+    assert options.model.engine.debug
+    assert options.log_level == "debug"
+
+
 def test_one_or_two_words_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     caught: list[tuple[str, str]] = []
-    monkeypatch.setattr("server.commands.loading.load_model", lambda options: options.model)
+    nothing = SimpleNamespace(warnings=())
     monkeypatch.setattr(
-        "server.commands.generate.generate", lambda model, prompt, choice: caught.append((model, prompt)) or 0
+        "server.commands.loading.load_model",
+        lambda options: SimpleNamespace(name=options.model, facts=nothing),
+    )
+    monkeypatch.setattr(
+        "server.commands.generate.generate",
+        lambda loaded, prompt, choice: caught.append((loaded.name, prompt)) or 0,
     )
     for words in (["hi"], ["m", "hi"], ["m", "--seed", "3", "hi"], ["--top-k", "3", "m", "hi"]):
         assert cli.main(["generate", *words]) == 0
@@ -162,6 +175,8 @@ BAD_WORDS = [
     (["serve", "--kv-fraction", "0.5", "--kv-memory", "1GiB"], "not allowed with"),
     (["serve", "--block-size", "0"], "at least 1"),
     (["serve", "--device", "tpu"], "'tpu'"),
+    (["serve", "--attention", " ,"], "name at least one mode"),
+    (["chat", "--head-map", "best"], "'best'"),
     (["serve", "--grace", "-1"], "--grace"),
     (["serve", "--max-queued", "0"], "at least 1"),
     (["serve", "--api-key", " "], "--api-key"),

@@ -180,14 +180,21 @@ def running(
 
 
 @contextlib.contextmanager
-def inside(folder: Path, max_queued: int = 256, **options: Any) -> Iterator[Served]:
-    """The application over `folder`, in fp32; `options` are fields of `EngineOptions`."""
+def inside(
+    folder: Path,
+    max_queued: int = 256,
+    served_name: str | None = None,
+    cache_dir: Path | None = None,
+    **options: Any,
+) -> Iterator[Served]:
+    """The application over `folder`, in fp32; `options` are fields of `EngineOptions`. What it calibrates is
+    kept in `cache_dir`."""
     from server.app import load
     from server.config import ModelOptions
     from server.engine.options import EngineOptions
 
     engine = EngineOptions(**{"dtype": "float32", "kv_memory": 8 << 20} | options)
-    loaded = load(ModelOptions(str(folder), folder, engine=engine), folder)
+    loaded = load(ModelOptions(str(folder), cache_dir or folder, served_name, engine=engine), folder)
     started: Future[tuple[str, Callable[[], None]]] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve_inside(loaded, max_queued, started)))
     thread.start()
