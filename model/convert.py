@@ -98,7 +98,7 @@ def aligned_rows(calibration: Calibration, config: ModelConfig) -> AlignedRows:
     """
     reason = no_form(calibration.kind, config)
     if reason is not None:
-        raise ModelError(reason)
+        raise ModelError(f"head map {calibration.kind} has no form as a checkpoint: {reason}")
     for fit in calibration.layers:
         own = torch.arange(config.head_dim // 2, device=fit.frequency.device, dtype=torch.int64)
         if not torch.equal(fit.frequency, own.expand_as(fit.frequency)):
@@ -112,13 +112,13 @@ def no_form(head_map: str, config: ModelConfig) -> str | None:
     """Why a reducing map of this kind cannot be written as a checkpoint; None if it can."""
     if head_map == "aligned":
         return (
-            "head map aligned has no form as a checkpoint: its free slots turn with frequencies of their own "
-            "in each layer, which config.json cannot express; take aligned-fixed, or mean"
+            "its free slots turn with frequencies of their own in each layer, which config.json cannot "
+            "express; take aligned-fixed, or mean"
         )
     if head_map == "aligned-fixed" and config.qk_norm:
         return (
-            f"head map aligned-fixed has no form as a {config.family} checkpoint: it mixes queries and keys "
-            "after their norm, which is not linear, so no weights before it can do the same; take mean"
+            f"it mixes the heads of a {config.family} model after their norm (q_norm, k_norm), which is not "
+            "linear, so no weights before that norm do the same; take mean"
         )
     return None
 

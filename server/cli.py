@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from server import __version__
 from server.commands import flags
 from server.commands.arguments import Parser
+from server.commands.convert_flags import add_convert_flags
 from server.commands.plan_flags import add_plan_flags
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ commands:
   chat [MODEL]              talk to a model in the terminal
   fetch [MODEL]             download a model and print its folder
   plan [MODEL]              what its KV cache costs in every attention mode, and how many users fit
+  convert MODEL OUT         write a model again with other KV heads
 
 MODEL is {flags.MODEL_HELP}.
 `headroom COMMAND --help` explains the flags of a command, `headroom --version` tells the version.
@@ -48,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "chat": _chat,
         "fetch": _fetch,
         "plan": _plan,
+        "convert": _convert,
     }
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
@@ -186,6 +189,22 @@ def _plan(words: Sequence[str], env: Mapping[str, str]) -> int:
     from server.commands.plan import plan
 
     return plan(args, args.model or flags.DEFAULT_MODEL, env.get("HF_ENDPOINT") or None)
+
+
+def _convert(words: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = Parser(
+        "convert",
+        "MODEL --attention MODE OUT [flags]",
+        "Write a model as an ordinary Hugging Face folder with other KV heads, which any program can load.",
+    )
+    parser.add_argument("model", metavar="MODEL", help=flags.MODEL_HELP.removesuffix(" (the default)"))
+    parser.add_argument("out", metavar="OUT", help="the folder to write: new, or empty")
+    add_convert_flags(parser)
+    args = parser.parse_intermixed_args(words)
+    from model.fetch import default_cache_dir
+    from server.commands.convert import run_convert
+
+    return run_convert(args, default_cache_dir(env), env.get("HF_ENDPOINT") or None)
 
 
 def _load(args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:
