@@ -53,8 +53,8 @@ def verify(found: Audit) -> None:
     unit = f" in pages of {found.device_page_bytes:,}" if found.device_page_bytes > 1 else ""
     raise CacheError(
         f"the KV cache is not as large as it should be: the formula gives {found.predicted_bytes:,} bytes, "
-        f"the arena has {found.arena_bytes:,}, the device {device}{unit}; no number of this server could be "
-        "trusted, so it does not start: please report this line"
+        f"the arena has {found.arena_bytes:,}, the device {device}{unit}; no number of this server can be "
+        "trusted: please report this line"
     )
 
 

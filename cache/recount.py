@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cache.accounts import Account
+from cache.audit import verify
 from cache.errors import CacheError
 from cache.manager import CacheManager
+from cache.report import CacheReport
 from cache.state import CacheState
 
 Counts = Iterator[tuple[str, int, int]]  # what is counted, as kept, as counted again
@@ -44,6 +46,14 @@ def reconcile(manager: CacheManager) -> None:
     for number, account in manager.state.accounts.numbered():
         _compare(_by_request(manager.state, number, account, recount))
     manager.check()
+
+
+def checked_report(manager: CacheManager) -> CacheReport:
+    """The report after a check of every invariant, its audit verified; `CacheError` if something is wrong."""
+    manager.check()
+    report = manager.report()
+    verify(report.audit)
+    return report
 
 
 def _compare(counts: Counts) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 
 from cache.manager import CacheManager
+from cache.recount import checked_report
 from cache.report import BlockPage, CacheReport
 from server.engine.batch import Shape, build_batch
 from server.engine.errors import EngineDead
@@ -258,10 +259,8 @@ class Engine:
         return self._dead
 
     def report(self, check: bool = False) -> CacheReport:
-        """The cache now; `check` reconciles every block first (CacheError if the books are wrong)."""
-        if check:
-            self._manager.check()
-        return self._manager.report()
+        """The cache now; `check` reconciles every block and the arena's size first (CacheError if wrong)."""
+        return checked_report(self._manager) if check else self._manager.report()
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes of cache that each variant's sequences hold, as of the last step; O(variants)."""

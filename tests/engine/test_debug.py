@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cache.accounts import Account
+from cache.errors import CacheError
 from cache.layout import KVLayout
 from cache.pool import KVPool
 from cache.state import Slot
@@ -182,7 +183,7 @@ def test_no_start_on_an_arena_of_another_size(
         break_device: ("1,052,672", "1,052,672", "1,056,768"),
     }[broken]
     assert "formula gives {} bytes, the arena has {}, the device reports {} in".format(*numbers) in line
-    assert "\n" not in line and "does not start" in line
+    assert "\n" not in line and "please report" in line
 
 
 def test_a_device_that_cannot_be_asked_starts_and_says_so(
@@ -192,3 +193,12 @@ def test_a_device_that_cannot_be_asked_starts_and_says_so(
     engine, facts = fp32_engine(small, kv_memory=1 << 20)
     assert facts.pool_audit == "1,052,672 bytes by formula and arena; this device cannot be asked"
     assert engine.report().audit.agrees and engine.report().audit.device_bytes is None
+
+
+def test_a_check_on_demand_verifies_the_arena_too(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fp32_engine(small, kv_memory=1 << 20)[0]
+    assert engine.report(check=True).audit.agrees
+    monkeypatch.setattr(KVPool, "device_bytes", lambda pool: 0)
+    assert not engine.report().audit.agrees
+    with pytest.raises(CacheError, match="device reports 0 in pages"):
+        engine.report(check=True)
