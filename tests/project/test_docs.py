@@ -46,7 +46,8 @@ def test_make_targets_are_there(path: Path) -> None:
 
 def test_the_readme_names_no_flag_that_the_server_lacks() -> None:
     """Every flag on a line that runs or describes `headroom` is in some command's help."""
-    text = "".join(_help(*command) for command in ((), ("serve",), ("generate",), ("chat",), ("fetch",)))
+    commands = ("serve", "generate", "chat", "fetch", "plan", "convert")
+    text = "".join([_help(), *(_help(command) for command in commands)])
     known = set(FLAG.findall(text))
     for path in PAGES:
         lines = [line for line in path.read_text().splitlines() if "headroom" in line or "`--" in line]
