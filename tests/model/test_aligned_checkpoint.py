@@ -9,52 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from model.calibration import Calibration
 from tests.support import checkpoints
-from tests.support.calibrations import as_columns, as_pairs, heads_of, random_calibration
+from tests.support.calibrations import heads_of, random_calibration, write_reduced
 from tests.support.decoding import load_decoder, run_alone, some_ids
 from tests.support.equality import assert_bf16_logits, assert_same_logits
 from tests.support.reference import load_reference
 
 Tiny = Callable[..., Path]
-
-
-def write_reduced(folder: Path, native: Path, calibration: Calibration, settings: tuple[int, int]) -> Path:
-    """The ordinary checkpoint whose own KV heads are those of an `aligned-fixed` calibration of `native`.
-
-    A complex factor on a pair is a 2 x 2 block on two rows of a projection (and of its bias).
-    """
-    q_heads, native_count = settings
-    tensors = load_file(native / "model.safetensors")
-    for index, fit in enumerate(calibration.layers):
-        at = f"model.layers.{index}.self_attn."
-        share = native_count // calibration.kv_heads
-        for part in ("weight", "bias"):
-            names = [f"{at}{x}_proj.{part}" for x in "qkv"]
-            if names[0] not in tensors:
-                continue
-            q, k, v = (tensors[name].unflatten(0, (-1, fit.v_in.shape[1])) for name in names)
-            factors = fit.query.repeat_interleave(q_heads // native_count, dim=0)
-            tensors[names[0]] = times(q, factors).flatten(0, 1)
-            tensors[names[1]] = times(k, fit.key).unflatten(0, (-1, share)).sum(1).flatten(0, 1)
-            grouped = v.flatten(0, 1).unflatten(0, (calibration.kv_heads, -1))
-            tensors[names[2]] = torch.einsum("gij,gj...->gi...", fit.v_in, grouped).flatten(0, 1)
-        tensors[f"{at}o_proj.weight"] = fit.o
-    folder.mkdir()
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text((native / "config.json").read_text())
-    checkpoints.edit_config(folder, {"num_key_value_heads": calibration.kv_heads})
-    return folder
-
-
-def times(rows: Tensor, factors: Tensor) -> Tensor:
-    """rows `[H, D, ...]`, their pairs times factors `[H, D / 2]`."""
-    moved = rows.movedim(1, -1)
-    broadcast = factors.reshape(len(rows), *(1,) * (rows.dim() - 2), -1)
-    return as_columns(as_pairs(moved) * broadcast).float().movedim(-1, 1)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -65,7 +28,7 @@ def test_one_slot_per_frequency_is_a_checkpoint(
     folder = tiny(family=family, heads=8, kv_heads=4, rope="yarn")
     decoder = load_decoder(folder)
     calibration = random_calibration(decoder.config, kv_heads, free=False)
-    reduced = write_reduced(tmp_path / "reduced", folder, calibration, (8, 4))
+    reduced = write_reduced(tmp_path / "reduced", folder, calibration)
     ids = some_ids(60)
     ours = run_alone(decoder, ids, heads_of(calibration, decoder), 13)
     assert_same_logits(ours, load_reference(reduced).logits(ids))
@@ -102,7 +65,7 @@ def test_bf16_errs_no_more_than_the_checkpoint_does(tiny: Tiny, tmp_path: Path) 
     folder = tiny(family="llama", heads=9, kv_heads=3, hidden=144)
     decoder = load_decoder(folder, torch.bfloat16)
     calibration = random_calibration(decoder.config, 1, free=False)
-    reduced = write_reduced(tmp_path / "reduced", folder, calibration, (9, 3))
+    reduced = write_reduced(tmp_path / "reduced", folder, calibration)
     ids = some_ids(100)
     ours = run_alone(decoder, ids, heads_of(calibration, decoder))
     in_bf16 = load_reference(reduced, torch.bfloat16).logits(ids)

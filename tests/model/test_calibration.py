@@ -69,8 +69,13 @@ def test_a_round_trip_keeps_every_bit(tmp_path: Path, o_bias: bool) -> None:
 def test_a_conjugate_view_is_kept_as_its_values(tmp_path: Path) -> None:
     """`conj()` of a complex tensor is a flag on the same bytes."""
     plain = make()
-    lazy = [dataclasses.replace(layer, query=layer.query.conj()) for layer in plain.layers]
-    real = [dataclasses.replace(layer, query=layer.query.conj_physical()) for layer in plain.layers]
+    lazy = [
+        dataclasses.replace(layer, key=layer.key.conj(), query=layer.query.conj()) for layer in plain.layers
+    ]
+    real = [
+        dataclasses.replace(layer, key=layer.key.conj_physical(), query=layer.query.conj_physical())
+        for layer in plain.layers
+    ]
     load_or_fit(tmp_path, "key", lambda: Calibration.of("aligned", 2, lazy))
     assert_same(load_or_fit(tmp_path, "key", forbidden), Calibration.of("aligned", 2, real))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.aligned import AlignedHeads, aligned_heads
@@ -10,6 +13,7 @@ from model.calibration import Calibration, LayerFit
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.linear import choose_linear_backend
+from tests.support import checkpoints
 
 
 def random_layers(
@@ -86,3 +90,40 @@ def as_pairs(x: Tensor) -> Tensor:
 def as_columns(x: Tensor) -> Tensor:
     """The inverse of `as_pairs`, in x's precision."""
     return torch.cat((x.real, x.imag), dim=-1)
+
+
+def write_reduced(folder: Path, native: Path, calibration: Calibration) -> Path:
+    """The ordinary checkpoint whose own KV heads are those of an `aligned-fixed` calibration of `native`.
+
+    A complex factor on a pair is a 2 x 2 block on two rows of a projection (and of its bias).
+    """
+    config = checkpoints.read_config(native)
+    q_heads, native_count = config["num_attention_heads"], config["num_key_value_heads"]
+    tensors = load_file(native / "model.safetensors")
+    for index, fit in enumerate(calibration.layers):
+        at = f"model.layers.{index}.self_attn."
+        share = native_count // calibration.kv_heads
+        for part in ("weight", "bias"):
+            names = [f"{at}{x}_proj.{part}" for x in "qkv"]
+            if names[0] not in tensors:
+                continue
+            q, k, v = (tensors[name].unflatten(0, (-1, fit.v_in.shape[1])) for name in names)
+            factors = fit.query.repeat_interleave(q_heads // native_count, dim=0)
+            tensors[names[0]] = _times(q, factors).flatten(0, 1)
+            tensors[names[1]] = _times(k, fit.key).unflatten(0, (-1, share)).sum(1).flatten(0, 1)
+            grouped = v.flatten(0, 1).unflatten(0, (calibration.kv_heads, -1))
+            tensors[names[2]] = torch.einsum("gij,gj...->gi...", fit.v_in, grouped).flatten(0, 1)
+        tensors[f"{at}o_proj.weight"] = fit.o
+    folder.mkdir()
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((native / "config.json").read_text())
+    checkpoints.edit_config(folder, {"num_key_value_heads": calibration.kv_heads})
+    return folder
+
+
+def _times(rows: Tensor, factors: Tensor) -> Tensor:
+    """rows `[H, D, ...]`, their pairs times factors `[H, D / 2]`."""
+    moved = rows.movedim(1, -1)
+    broadcast = factors.reshape(len(rows), *(1,) * (rows.dim() - 2), -1)
+    return as_columns(as_pairs(moved) * broadcast).float().movedim(-1, 1)
