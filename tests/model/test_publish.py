@@ -1,4 +1,4 @@
-"""A folder appears whole or not at all, whatever process is killed and however many build it."""
+"""A folder or file appears whole or not at all, whatever process is killed and however many build it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from model.errors import ModelError
-from model.publish import publish_folder
+from model.publish import publish_file, publish_folder
 
 ROOT = Path(__file__).parents[2]
 
 _BUILDER = """
 import os, sys, time
 from pathlib import Path
-from model.publish import publish_folder
+from model.publish import publish_file, publish_folder
 
 final, seconds = Path(sys.argv[1]), float(sys.argv[2])
 
@@ -108,3 +108,33 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot write the model to"):
         publish_folder(tmp_path / "file" / "model", lambda _: None, lambda _: False, lambda: None)
+
+
+def test_a_file_appears_as_a_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
+    final, seen = tmp_path / "file", []
+
+    def write(fresh: Path) -> None:
+        fresh.write_text("new")
+        seen.append((fresh.stat().st_ino, final.read_text() if final.exists() else None))
+
+    for before in (None, "old"):
+        if before:
+            final.write_text(before)
+        publish_file(final, write)
+        assert final.read_text() == "new"
+        assert seen[-1] == (final.stat().st_ino, before)
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_a_file_whose_writing_fails_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    final = tmp_path / "file"
+    final.write_text("old")
+
+    def write(fresh: Path) -> None:
+        fresh.write_text("ha")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        publish_file(final, write)
+    assert final.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [final]
