@@ -27,6 +27,7 @@ def print_plan(plan: Plan, advice: Sequence[Advice]) -> None:
     for label, text in _facts(plan):
         grid.add_row(label, text)
     console.print(grid)
+    console.print()
     for rows, dtypes in _by_size(plan):
         console.print(_costs(plan, rows, dtypes))
     console.print(_tails(plan))
@@ -51,8 +52,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     ]
     pool = plan.rows[0].pool
     if pool is not None and plan.kv_memory is not None:
-        asked = format_bytes(plan.kv_memory)
-        facts.append(("pool", f"{asked}: {pool.blocks:,} blocks in {dtype}, {format_bytes(pool.bytes)}"))
+        each = format_bytes(plan.rows[0].block_bytes)
+        facts.append(("pool", f"{format_bytes(plan.kv_memory)}: {pool.blocks:,} blocks of {each} ({dtype})"))
     return facts
 
 

@@ -65,12 +65,9 @@ def _less(plan: Plan, row: Row) -> list[Change]:
 
 
 def _other_mode(config: ModelConfig, plan: Plan, row: Row) -> list[Change]:
-    """The mode with the most KV heads that fits."""
-    fits = [
-        mode
-        for mode in valid_modes(Heads(config.num_heads, config.num_kv_heads))
-        if mode.kv_heads < row.kv_heads and _fits(config, plan, mode.kv_heads, row.kv_dtype)
-    ]
+    """The mode with the most KV heads that fits; it has fewer than this one, which does not."""
+    modes = valid_modes(Heads(config.num_heads, config.num_kv_heads))
+    fits = [mode for mode in modes if _fits(config, plan, mode.kv_heads, row.kv_dtype)]
     if not fits:
         return []
     mode = fits[-1]

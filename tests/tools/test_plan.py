@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,21 @@ def test_tables_fit_the_terminal(
         ["native", "8", "131,072", "1.00", "GiB", "8.00", "GiB", "64.0", "GiB", "20"],
         ["mha", "32", "524,288", "4.00", "GiB", "32.0", "GiB", "256", "GiB", "5", "exact"],
     ]
+
+
+@pytest.mark.parametrize("command", ["plan", "convert"])
+def test_help_is_quick(command: str) -> None:
+    code = (
+        "import sys; from server.cli import main\n"
+        f"try: main(['{command}', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: headroom {command} ")
+    assert max(map(len, done.stdout.splitlines())) <= 100
 
 
 def test_what_does_not_fit_is_said_with_what_would(here: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
