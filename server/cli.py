@@ -11,12 +11,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from server import __version__
 from server.commands import flags
 from server.commands.arguments import Parser
+from server.commands.compare_flags import add_compare_flags, compare_options, outputs
 from server.commands.convert_flags import add_convert_flags
 from server.commands.plan_flags import add_plan_flags
 
@@ -34,6 +36,7 @@ commands:
   chat [MODEL]              talk to a model in the terminal
   fetch [MODEL]             download a model and print its folder
   plan [MODEL]              what its KV cache costs in every attention mode, and how many users fit
+  compare [MODEL]           measure what each attention mode saves in memory, and what it costs
   convert MODEL OUT         write a model again with other KV heads
 
 MODEL is {flags.MODEL_HELP}.
@@ -50,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "chat": _chat,
         "fetch": _fetch,
         "plan": _plan,
+        "compare": _compare,
         "convert": _convert,
     }
     name = words[0] if words else "--help"
@@ -189,6 +193,24 @@ def _plan(words: Sequence[str], env: Mapping[str, str]) -> int:
     from server.commands.plan import plan
 
     return plan(args, args.model or flags.DEFAULT_MODEL, env.get("HF_ENDPOINT") or None)
+
+
+def _compare(words: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = Parser(
+        "compare",
+        "[MODEL] [flags]",
+        "Measure a model's attention modes side by side: memory, speed, users that fit, and quality.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
+    add_compare_flags(parser)
+    args = parser.parse_intermixed_args(words)
+    options, files = compare_options(args, parser), outputs(args)
+    from model.fetch import default_cache_dir
+    from server.commands.compare import compare
+
+    config = None if args.config is None else Path(args.config)
+    model, endpoint = args.model or flags.DEFAULT_MODEL, env.get("HF_ENDPOINT") or None
+    return compare(options, files, model, config, default_cache_dir(env), endpoint)
 
 
 def _convert(words: Sequence[str], env: Mapping[str, str]) -> int:

@@ -1,0 +1,138 @@
+"""The flags of `headroom compare`. No torch here: `--help` must be quick."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from server.commands.arguments import Group, Parser, count, names
+from server.tools.compare.options import DEFAULT_MODES, CompareOptions, Outputs
+
+_DEFAULT = CompareOptions()
+
+
+def add_compare_flags(parser: Parser) -> None:
+    """What to compare, on what, and where to write it."""
+    _add_work(parser.add_argument_group("what to compare"))
+    _add_machine(parser.add_argument_group("how to run it"))
+    _add_random(parser.add_argument_group("without a checkpoint"))
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", metavar="FILE", help="write exact numbers, as docs/tools.md has them (default: none)"
+    )
+    output.add_argument("--markdown", metavar="FILE", help="write tables in Markdown (default: none)")
+    output.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        help="draw a picture, for which matplotlib is needed (default: none)",
+    )
+
+
+def _add_work(work: Group) -> None:
+    work.add_argument(
+        "--attention",
+        type=names,
+        default=(),
+        metavar="MODES",
+        help="native, mha, mqa or gqaK, with commas between (default: "
+        f"{','.join(DEFAULT_MODES)}, each number of KV heads once)",
+    )
+    work.add_argument(
+        "--head-map",
+        choices=["aligned", "aligned-fixed", "mean"],
+        help="what makes fewer KV heads than the checkpoint's (default: aligned; mean with random weights)",
+    )
+    work.add_argument(
+        "--context",
+        type=count(1),
+        default=_DEFAULT.context,
+        metavar="N",
+        help="tokens of a user's prompt and answer together (default: %(default)s)",
+    )
+    work.add_argument(
+        "--users",
+        type=count(1),
+        default=_DEFAULT.users,
+        metavar="N",
+        help="users who share the work, and who fill the pool in the widest mode (default: %(default)s)",
+    )
+    work.add_argument(
+        "--text",
+        metavar="FILE",
+        help="measure quality on the start of this UTF-8 text (default: a text that comes with Headroom)",
+    )
+    work.add_argument("--no-quality", action="store_true", help="memory and speed only")
+
+
+def _add_machine(machine: Group) -> None:
+    machine.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default=_DEFAULT.device,
+        help="where to run (default: cuda if there is one)",
+    )
+    machine.add_argument(
+        "--dtype",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        default=_DEFAULT.dtype,
+        help="of weights and cache (default: the checkpoint's own where this machine is fast in it)",
+    )
+    machine.add_argument(
+        "--block-size",
+        type=count(1),
+        default=_DEFAULT.block_size,
+        metavar="N",
+        help="tokens in a block (default: %(default)s)",
+    )
+    machine.add_argument(
+        "--threads",
+        type=count(1),
+        metavar="N",
+        help="CPU threads for arithmetic (default: one for each core)",
+    )
+
+
+def _add_random(random: Group) -> None:
+    random.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="measure memory and speed of a shape: needs --config, no weights and no tokenizer",
+    )
+    random.add_argument(
+        "--config", metavar="FOLDER", help="folder whose config.json is the shape (default: none)"
+    )
+    random.add_argument(
+        "--layers", type=count(1), metavar="N", help="run the first N layers only (default: all of them)"
+    )
+
+
+def compare_options(args: argparse.Namespace, parser: Parser) -> CompareOptions:
+    """The options of `args`; flags that do not go together end the program through `parser`."""
+    if args.random_weights != (args.config is not None):
+        parser.error("--random-weights and --config go together: give both or neither")
+    if args.layers is not None and not args.random_weights:
+        parser.error("--layers cuts random weights; give --random-weights too")
+    if args.random_weights and args.model is not None:
+        parser.error(f"--random-weights needs no model; leave {args.model!r} out")
+    if args.text is not None and (args.random_weights or args.no_quality):
+        parser.error("--text is for quality, which is not measured here; leave it out")
+    return CompareOptions(
+        attention=args.attention,
+        head_map=args.head_map,
+        context=args.context,
+        users=args.users,
+        device=args.device,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        threads=args.threads,
+        random_weights=args.random_weights,
+        layers=args.layers,
+        text=None if args.text is None else Path(args.text),
+        quality=not args.no_quality,
+    )
+
+
+def outputs(args: argparse.Namespace) -> Outputs:
+    """The files to write."""
+    named = (args.json, args.markdown, args.plot)
+    return Outputs(*(None if name is None else Path(name).expanduser() for name in named))

@@ -1,0 +1,117 @@
+"""Runs a job in a fresh process and brings back its result, its progress or its error.
+
+Fresh (spawned), so that nothing is left over from the job before: no weights, no pool, no warm caches. The
+terminal's Ctrl-C goes to every process of the group; a child never sees it, and ends when its parent says so
+or is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import TypeVar, cast
+
+from model.progress import Progress
+from server.engine.errors import ConfigError
+
+T = TypeVar("T")
+_EVERY = 0.1  # seconds between two messages about progress
+
+
+def in_a_process(job: Callable[[Progress], T], progress: Progress) -> T:
+    """`job(progress)` in a process of its own; what it raises is raised here.
+
+    The job and its result must pickle. Raises ConfigError if the process is killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(theirs, job), daemon=True)
+    with _no_interrupt():  # a child keeps what its parent blocked
+        process.start()
+    theirs.close()
+    try:
+        return cast(T, _listen(ours, progress))
+    except EOFError:
+        process.join()
+        raise ConfigError(
+            f"the process that measures ended early ({_ending(process.exitcode)}); if the machine ran out of "
+            "memory, lower --context or --users"
+        ) from None
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+
+
+def _listen(pipe: Connection, progress: Progress) -> object:
+    while True:
+        kind, value = pipe.recv()
+        if kind == "start":
+            progress.start(*value)
+        elif kind == "update":
+            progress.update(value)
+        elif kind == "raised":
+            raise value
+        else:
+            return value
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C waits meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(pipe: Connection, job: Callable[[Progress], object]) -> None:
+    """The child's side: one job, one answer."""
+    try:
+        try:
+            pipe.send(("done", job(_Told(pipe))))
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            pipe.send(("raised", _portable(error)))
+    except BrokenPipeError:
+        return  # nobody waits for it any more
+
+
+def _portable(error: Exception) -> Exception:
+    """The error if it survives pickling, else one that says the same."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error if str(copy) == str(error) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+class _Told:
+    """A Progress that tells the parent, not too often."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._last = 0.0
+
+    def start(self, label: str, total: int | None) -> None:
+        self._pipe.send(("start", (label, total)))
+        self._last = 0.0
+
+    def update(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._last >= _EVERY:
+            self._last = now
+            self._pipe.send(("update", done))
