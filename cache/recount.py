@@ -90,6 +90,8 @@ def _totals(manager: CacheManager, recount: _Recount) -> Counts:
     yield "free blocks", manager.free_blocks, manager.total - used
     yield "cached blocks", manager.cached_blocks, used - live
     yield "live blocks", manager.live_blocks, live
+    peak = manager.state.store.most_live
+    yield "peak live blocks", peak, max(peak, live)
 
 
 def _by_variant(manager: CacheManager, recount: _Recount) -> Counts:

@@ -118,6 +118,17 @@ def test_what_the_gpu_allocator_was_asked_for(monkeypatch: pytest.MonkeyPatch) -
     assert audit(pool.layout, pool).device_bytes is None
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("total", [1, 10, 5000])
+def test_on_a_gpu_the_request_is_exact(total: int) -> None:
+    pool = KVPool(odd_layout(), total, torch.device("cuda"))
+    size = (total + 1) * 1920
+    assert audit(pool.layout, pool) == Audit(size, size, size)
+    del pool
+    torch.cuda.empty_cache()
+
+
 def test_an_arena_of_another_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real thing, broken in each of the three places."""
     pool = KVPool(smol_layout(), 10, CPU)

@@ -77,6 +77,10 @@ WRONGS: dict[str, tuple[Callable[[Engine], None], str]] = {
     "free": (add_to(lambda e: manager_of(e).state.store, "free", -1), "free blocks should be"),
     "cached": (add_to(lambda e: manager_of(e).state.index, "cached"), "cached blocks should be 4, .* says 5"),
     "live of a variant": (shift_live, "live bytes of native should be 24576, .* says 32768"),
+    "peak": (
+        lambda e: setattr(manager_of(e).state.store, "most_live", 17),
+        "peak live blocks should be 18, .* 17",
+    ),
     "blocks of a request": (add_to(lambda e: account_of(e, 0), "blocks", -1), "blocks of request 'test-"),
     "tokens of a request": (add_to(lambda e: account_of(e, 1), "tokens"), "tokens of request 'test-"),
     "exclusive": (add_to(lambda e: account_of(e, 1), "exclusive"), "exclusive blocks of request 'test-"),
