@@ -65,7 +65,7 @@ def _rows(name: str, facts: EngineFacts) -> list[tuple[str, str]]:
     if len(facts.variants) == 1:
         rows += _only_mode(facts, facts.variants[0])
     elif facts.clamped_from is not None:
-        rows.append(("context", f"{facts.max_model_len:,} tokens{_clamped(facts)}"))
+        rows.append(("context", f"{facts.variants[0].name}: {facts.max_model_len:,} tokens{_clamped(facts)}"))
     return [
         *rows,
         ("backends", f"attention {facts.attention_backend} ({facts.attention_reason})"),
