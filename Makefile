@@ -18,7 +18,7 @@ PINS := pyproject.toml constraints.txt constraints-cpu.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help serve chat fetch test test-slow test-all lint format types imports check load clean
+.PHONY: help serve chat fetch test test-slow test-all lint format types imports check load cache-page clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -62,6 +62,9 @@ check: lint types imports test ## all that a change must pass
 
 load: $(VENV)/.ready-test ## a minute of load, latency beside live cache bytes
 	@$(BIN)/python -m loadtest.run --model $(MODEL) $(ARGS)
+
+cache-page: $(VENV)/.ready-test ## measure the attention modes and write the tables of the pages anew
+	@$(BIN)/python -m loadtest.cache_page --model $(MODEL) $(ARGS)
 
 clean: ## remove the virtual environment and what the tools left (fetched models stay)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

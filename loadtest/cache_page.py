@@ -1,0 +1,204 @@
+"""`make cache-page`: measure the default model in three attention modes, and write it into the docs.
+
+    python -m loadtest.cache_page [--model MODEL] [--compare "FLAGS"] [--render]
+
+`headroom compare` runs in a process of its own. Its JSON is kept in loadtest/results/, its picture in docs/,
+and what lies between the markers of docs/cache.md and README.md is written anew from them. With `--render`
+nothing is measured: the pages are written from the JSON that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from server.engine.units import format_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = "loadtest/results/cache-modes.json"
+PICTURE = "docs/cache-modes.png"
+PICTURE_BYTES = 200_000  # a page should be quick
+BEGIN = "<!-- measured: `make cache-page` writes what follows -->"
+END = "<!-- measured: end -->"
+
+Found = Mapping[str, Any]  # the JSON of `headroom compare`
+Mode = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A heading and a mode's cell under it."""
+
+    heading: str
+    cell: Callable[[Mode], str]
+
+
+def cache_page(found: Found) -> str:
+    """The block of docs/cache.md: both experiments, quality, the picture, and where it was measured."""
+    setup = found["setup"]
+    quality = found["modes"][0]["quality"]
+    work = (
+        Column("KV heads", lambda mode: str(mode["kv_heads"])),
+        Column("bytes a token", lambda mode: f"{mode['bytes_per_token']:,}"),
+        Column("peak live bytes", lambda mode: f"{mode['fixed_work']['peak_live_bytes']:,}"),
+        Column("arena, by the system", lambda mode: f"{mode['fixed_work']['device_bytes']:,}"),
+        Column("first token", lambda mode: _spread(mode["fixed_work"]["ttft_ms"])),
+        Column("between tokens", lambda mode: _spread(mode["fixed_work"]["itl_ms"])),
+        Column("output tokens/s", lambda mode: _number(mode["fixed_work"]["output_tokens_per_second"])),
+    )
+    pool = (
+        Column("users that fit", lambda mode: str(mode["fixed_pool"]["users"])),
+        Column("tokens/s of them all", lambda mode: _number(_full(mode))),
+        Column("perplexity", lambda mode: _number(mode["quality"]["perplexity"], 2)),
+        Column("KL to native, nats", lambda mode: f"{mode['quality']['kl']:.3f}"),
+        Column("same likeliest token", lambda mode: f"{mode['quality']['top1']:.1%}"),
+    )
+    return "\n\n".join(
+        [
+            f"{_where(found)} Times are the median and the 99th percentile in ms.",
+            f"The same work: {setup['users']} users, each with {setup['prompt_tokens']} tokens in and "
+            f"{setup['output_tokens']} out.",
+            _table(found, work),
+            f"The same pool of {format_bytes(setup['pool_bytes'])}, filled by users of {setup['context']} "
+            f"tokens each; and quality on {quality['text']} ({quality['licence']}), "
+            f"{quality['positions']:,} positions.",
+            _table(found, pool),
+            f"![{_caption(found)}](cache-modes.png)",
+        ]
+    )
+
+
+def readme(found: Found) -> str:
+    """The block of README.md: a row a mode, and the picture."""
+    setup = found["setup"]
+    columns = (
+        Column("KV heads", lambda mode: str(mode["kv_heads"])),
+        Column("bytes a token", lambda mode: f"{mode['bytes_per_token']:,}"),
+        Column(
+            f"{setup['users']} users hold",
+            lambda mode: format_bytes(mode["fixed_work"]["peak_live_bytes"]),
+        ),
+        Column(
+            f"users in {format_bytes(setup['pool_bytes'])}", lambda mode: str(mode["fixed_pool"]["users"])
+        ),
+        Column("tokens/s of them all", lambda mode: _number(_full(mode))),
+        Column("KL to native, nats", lambda mode: f"{mode['quality']['kl']:.3f}"),
+    )
+    return "\n\n".join(
+        [
+            f"{_where(found)} Users have {setup['context']} tokens each; "
+            "[docs/cache.md](docs/cache.md#measured) has the rest.",
+            _table(found, columns),
+            f"![{_caption(found)}]({PICTURE})",
+        ]
+    )
+
+
+BLOCKS: Mapping[str, Callable[[Found], str]] = {"docs/cache.md": cache_page, "README.md": readme}
+
+
+def insert(page: str, block: str) -> str:
+    """`page` with `block` between its markers. Raises ValueError unless each is there once, in order."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f"the page needs the lines {BEGIN} and {END}, once each and in this order")
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{block}\n\n{END}{rest.partition(END)[2]}"
+
+
+def render(root: Path) -> None:
+    """Write the pages under `root` from its JSON."""
+    found = json.loads((root / RESULT).read_text(encoding="utf-8"))
+    for name, block in BLOCKS.items():
+        path = root / name
+        path.write_text(insert(path.read_text(encoding="utf-8"), block(found)), encoding="utf-8")
+
+
+def compare(model: str, flags: list[str], root: Path) -> None:
+    """Run `headroom compare`, keep its JSON and picture. SystemExit if it failed, and nothing is changed."""
+    with tempfile.TemporaryDirectory(prefix="headroom-cache-page-") as name:
+        result, picture = Path(name) / "found.json", Path(name) / "picture.png"
+        command = [sys.executable, "-m", "server.cli", "compare", model, *flags]
+        done = subprocess.run([*command, "--json", result, "--plot", picture], cwd=ROOT)
+        if done.returncode:
+            raise SystemExit(
+                f"headroom compare ended with code {done.returncode}; the pages are as they were"
+            )
+        if picture.stat().st_size > PICTURE_BYTES:
+            raise SystemExit(
+                f"the picture has {picture.stat().st_size:,} bytes; {PICTURE_BYTES:,} are allowed"
+            )
+        (root / RESULT).parent.mkdir(exist_ok=True)
+        (root / RESULT).write_bytes(result.read_bytes())
+        (root / PICTURE).write_bytes(picture.read_bytes())
+
+
+def _table(found: Found, columns: tuple[Column, ...]) -> str:
+    lines = [
+        "| mode | " + " | ".join(column.heading for column in columns) + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    for mode in found["modes"]:
+        name = f"`{mode['mode']}`" + (f", lossy ({mode['head_map']})" if mode["lossy"] else "")
+        lines.append(f"| {name} | " + " | ".join(column.cell(mode) for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def _where(found: Found) -> str:
+    """One sentence: what was measured, on which machine, with which software, and when."""
+    machine, setup = found["machine"], found["setup"]
+    memory = "" if machine["memory_bytes"] is None else f", {format_bytes(machine['memory_bytes'])} of memory"
+    place = machine["gpu"] or f"{machine['cpu']} ({machine['threads']} threads{memory})"
+    version = found["headroom"] + (f" at `{found['commit']}`" if found["commit"] else "")
+    return (
+        f"{setup['model']} in {setup['dtype']} on {place}; PyTorch {machine['torch']}, Headroom {version}, "
+        f"{found['date'][:10]}."
+    )
+
+
+def _caption(found: Found) -> str:
+    names = ", ".join(mode["mode"] for mode in found["modes"])
+    return (
+        f"{found['setup']['model']} as {names}: cache of a token and of the same work, "
+        "tokens per second over users, quality"
+    )
+
+
+def _full(mode: Mode) -> float:
+    """Tokens per second with as many users as fit."""
+    return float(mode["fixed_pool"]["curve"][-1]["tokens_per_second"])
+
+
+def _spread(times: Mapping[str, float]) -> str:
+    return f"{_number(times['p50'])}, {_number(times['p99'])}"
+
+
+def _number(value: float, digits: int = 1) -> str:
+    """At least three digits, and no more than are worth reading."""
+    return f"{value:,.0f}" if value >= 1000 or (digits == 1 and value >= 100) else f"{value:.{digits}f}"
+
+
+def main() -> int:
+    """Measure unless told not to, then write the pages; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.cache_page", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--model", default="smollm2-135m", help="what to measure (default: %(default)s)")
+    parser.add_argument("--compare", default="", metavar="FLAGS", help="more flags for headroom compare")
+    parser.add_argument("--render", action="store_true", help="write the pages from the JSON that is there")
+    options = parser.parse_args()
+    if not options.render:
+        compare(options.model, shlex.split(options.compare), ROOT)
+    render(ROOT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
