@@ -46,7 +46,7 @@ def test_make_targets_are_there(path: Path) -> None:
 
 def test_the_readme_names_no_flag_that_the_server_lacks() -> None:
     """Every flag on a line that runs or describes `headroom` is in some command's help."""
-    commands = ("serve", "generate", "chat", "fetch", "plan", "convert")
+    commands = ("serve", "generate", "chat", "fetch", "plan", "convert", "compare")
     text = "".join([_help(), *(_help(command) for command in commands)])
     known = set(FLAG.findall(text))
     for path in PAGES:

@@ -97,7 +97,10 @@ def size_for_fixed_work(model: DryModel, users: int, context: int, batch_tokens:
     """Counts the fixed work's peak, and finds the smallest pool from there up that changes nothing."""
     ample = model.engine(users * (model.blocks(context) + model.mode.kv_heads), users, context, batch_tokens)
     unlimited = _held(ample, model, users, context)
-    blocks = peak = _peak(ample)
+    peak = _peak(ample)
+    blocks = max(
+        peak, model.blocks(context)
+    )  # an engine's pool holds the context, though its last token is not
     while True:
         engine = model.engine(blocks, users, context, batch_tokens)
         if _held(engine, model, users, context) == unlimited and not engine.stats().preemptions:

@@ -29,9 +29,9 @@ class Section:
 
 
 def sections(found: Comparison) -> tuple[Section, ...]:
-    """The whole table: what is known of each mode, the two experiments, and quality unless there is none."""
+    """The whole table: what is known of each mode, the two experiments, and quality if it was asked for."""
     parts = [_shape(found), _fixed_work(found), _fixed_pool(found)]
-    if not found.setup.random_weights:
+    if found.setup.quality:
         parts.append(_quality(found))
     return tuple(parts)
 

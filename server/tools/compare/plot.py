@@ -32,7 +32,7 @@ def check_matplotlib() -> None:
 
 
 def write_plot(found: Comparison, path: Path) -> None:
-    """A PNG with four panels, or three where there is no quality."""
+    """A PNG with four panels."""
     import matplotlib as mpl
 
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
@@ -92,8 +92,8 @@ def _draw_token(axes: Axes, found: Comparison) -> None:
 def _draw_peak(axes: Axes, found: Comparison) -> None:
     setup = found.setup
     axes.set_title(
-        f"What the same work takes: peak of {setup.users} users, {setup.prompt_tokens} in and "
-        f"{setup.output_tokens} out",
+        f"What the same work takes: {setup.users} users, {setup.prompt_tokens} tokens in, "
+        f"{setup.output_tokens} out each",
         loc="left",
     )
     axes.set_ylabel("MiB of cache held by users, at the peak")
@@ -142,7 +142,8 @@ def _draw_curve(axes: Axes, found: Comparison) -> None:
 def _draw_quality(axes: Axes, found: Comparison) -> None:
     axes.set_title("What it costs: quality beside memory", loc="left")
     if not found.quality:
-        _empty(axes, "no quality: random weights" if found.setup.random_weights else "not measured")
+        asked = "no quality: random weights" if found.setup.random_weights else "not asked for"
+        _empty(axes, "not measured" if found.setup.quality else asked)
         return
     from matplotlib.patches import Patch
 

@@ -60,10 +60,11 @@ def prepare(options: CompareOptions, name: str, folder: Path, cache_dir: Path) -
     facts = tuple(_facts(mode, target, config) for mode in modes)
     pool = options.users * max(_dry(mode, target, config).blocks(options.context) for mode in modes)
     _check_memory(pool * target.run_layout(config).block_bytes, target)
-    parts = [*_fixed_work_parts(options, target, config, modes)]
-    if options.quality and not target.random:
+    parts = []
+    if options.quality and not target.random:  # first, as it may find out that a head map cannot be fitted
         job = QualityJob(target, tuple(mode.name for mode in modes), options.text)
         parts.append(Part("quality", "", "quality on a text", job))
+    parts += _fixed_work_parts(options, target, config, modes)
     parts += _fixed_pool_parts(options, target, config, modes, pool)
     comparison = Comparison(
         headroom=__version__,
@@ -84,8 +85,11 @@ def _modes(options: CompareOptions, config: ModelConfig) -> tuple[Mode, ...]:
     heads = Heads(config.num_heads, config.num_kv_heads)
     if options.attention:
         return parse_modes(options.attention, heads)
-    by_heads = {mode.kv_heads: mode for mode in reversed([parse_mode(text, heads) for text in DEFAULT_MODES])}
-    return tuple(reversed(by_heads.values()))
+    by_heads: dict[int, Mode] = {}
+    for text in DEFAULT_MODES:
+        mode = parse_mode(text, heads)
+        by_heads.setdefault(mode.kv_heads, mode)
+    return tuple(by_heads.values())
 
 
 def _check_sizes(options: CompareOptions, config: ModelConfig) -> None:
@@ -202,6 +206,7 @@ def _setup(options: CompareOptions, name: str, target: Target, config: ModelConf
         prompt_tokens=work.prompt,
         output_tokens=work.output,
         pool_bytes=pool * layout.block_bytes,
+        quality=options.quality and not target.random,
     )
 
 

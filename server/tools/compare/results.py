@@ -115,6 +115,7 @@ class Setup:
     prompt_tokens: int  # of a user in A
     output_tokens: int
     pool_bytes: int  # of B
+    quality: bool  # whether it was asked for
 
 
 @dataclass(slots=True)

@@ -1,0 +1,50 @@
+"""Comparisons without a run: of a tiny config, filled in by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from server.tools.compare.options import CompareOptions
+from server.tools.compare.prepare import prepare
+from server.tools.compare.results import Comparison, FixedPool, FixedWork, Point, Spread
+from server.tools.quality import QualityRow
+
+# config.json of Llama 3 8B, as far as it shapes a decoder; the vocabulary does not matter here.
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+
+
+def comparison_of(folder: Path, *, quality: bool = True, done: bool = True) -> Comparison:
+    """The default modes of a 9/3-head config in `folder`; with `done`, made-up results for each."""
+    options = CompareOptions(head_map="mean", context=64, device="cpu", quality=False)
+    found = prepare(options, "tiny", folder, folder).comparison
+    found.setup = replace(found.setup, quality=quality)
+    if done:
+        for mode in found.modes:
+            peak = mode.kv_heads * 65536
+            found.fixed_work[mode.mode] = FixedWork(
+                mode.mode, peak, peak, peak, peak + 4096, 10**6, 0, Spread(10.5, 20.25), Spread(1.5, 2.5),
+                64, (100.0, 200.0, 300.0), 200.0,
+            )  # fmt: skip
+            users = 36 // mode.kv_heads
+            curve = (Point(1, 50.0), Point(users, 12345.0 / mode.kv_heads))
+            found.fixed_pool[mode.mode] = FixedPool(mode.mode, 589824, users, "preempted", curve)
+            if quality:
+                lossy = (31.5, 1.25, 0.5) if mode.lossy else (14.0, 0.0, 1.0)
+                found.quality[mode.mode] = QualityRow(
+                    mode.mode, mode.kv_heads, "a|b.txt", "CC0", 1000, *lossy
+                )
+        found.complete, found.seconds = True, 12.3
+    return found

@@ -1,0 +1,88 @@
+"""A job in a process of its own: its result, its progress, its errors, and what Ctrl-C does to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from model.errors import ModelError
+from model.progress import Progress, Silent
+from server.engine.errors import ConfigError
+from server.tools.compare.children import in_a_process
+
+
+class Heard:
+    """A Progress that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, int | None]] = []
+        self.updates: list[int] = []
+
+    def start(self, label: str, total: int | None) -> None:
+        self.started.append((label, total))
+
+    def update(self, done: int) -> None:
+        self.updates.append(done)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Does what `kind` says; a class of the module, so that a new process can find it."""
+
+    kind: str
+
+    def __call__(self, progress: Progress) -> object:
+        progress.start("working", 3)
+        if self.kind == "interrupt":  # as a terminal's Ctrl-C does
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        elif self.kind == "model":
+            raise ModelError("no such head")
+        elif self.kind == "odd":
+            raise _OddError("one", "two")
+        elif self.kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for done in range(1, 4):
+            progress.update(done)
+        return os.getpid(), self.kind
+
+
+class _OddError(Exception):
+    """Cannot be unpickled: its constructor wants two words and gives Exception one."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def test_result_and_progress() -> None:
+    heard = Heard()
+    pid, kind = in_a_process(Job("work"), heard)  # type: ignore[misc]
+    assert (pid != os.getpid(), kind) == (True, "work")
+    assert heard.started == [("working", 3)]
+    assert heard.updates[:1] == [1]  # those that follow at once are not worth a message
+
+
+def test_ctrl_c_does_not_reach_it() -> None:
+    assert in_a_process(Job("interrupt"), Silent())[1] == "interrupt"  # type: ignore[index]
+    # And here it is let through again.
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+def test_errors_are_raised_here() -> None:
+    with pytest.raises(ModelError, match=r"^no such head$"):
+        in_a_process(Job("model"), Silent())
+    with pytest.raises(RuntimeError, match=r"^_OddError: one and two$"):
+        in_a_process(Job("odd"), Silent())
+
+
+def test_a_killed_process_is_one_line() -> None:
+    with pytest.raises(ConfigError) as raised:
+        in_a_process(Job("die"), Silent())
+    assert "killed by SIGKILL" in str(raised.value) and "lower --context or --users" in str(raised.value)
+    assert "\n" not in str(raised.value)

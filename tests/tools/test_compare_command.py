@@ -1,0 +1,238 @@
+"""`headroom compare` as a user meets it: one whole run, Ctrl-C, shapes without weights, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.tools.compare.options import CompareOptions
+from server.tools.compare.prepare import Prepared, prepare
+from tests.support.checkpoints import BPE_VOCAB, add_byte_bpe, make_checkpoint
+from tests.support.command import ROOT, InProcess, check_one_line, headroom
+from tests.support.comparisons import LLAMA_3_8B
+
+TEXT = ROOT / "tests" / "data" / "prose.txt"
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> InProcess:
+    return InProcess(capsys, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """9 query heads and 3 KV heads, with a tokenizer."""
+    made = tmp_path_factory.mktemp("nine")
+    make_checkpoint(made, heads=9, kv_heads=3, hidden=144, vocab=BPE_VOCAB)
+    return add_byte_bpe(made)
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama 3 8B's config.json, and nothing else."""
+    made = tmp_path_factory.mktemp("llama-3-8b")
+    (made / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    return made
+
+
+def test_a_whole_run(folder: Path, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("out.json", "out.md", "out.png")]
+    words = ("--device", "cpu", "--head-map", "mean", "--context", "64", "--users", "2", "--text", str(TEXT))
+    outputs = ("--json", str(files[0]), "--markdown", str(files[1]), "--plot", str(files[2]))
+    done = headroom("compare", str(folder), *words, *outputs, timeout=120)
+    assert done.returncode == 0, done.stderr
+    read = json.loads(files[0].read_text())
+    assert read["complete"] is True
+    modes = {mode["mode"]: mode for mode in read["modes"]}
+    # 2 users, 63 tokens each at the end: 4 blocks of 2 * 2 layers * 16 * 16 * 4 bytes for each KV head.
+    for name, heads in (("mqa", 1), ("native", 3), ("mha", 9)):
+        assert modes[name]["fixed_work"]["peak_live_bytes"] == 2 * 4 * heads * 4096
+        assert modes[name]["fixed_pool"]["users"] == 2 * 9 // heads
+        assert modes[name]["fixed_pool"]["next_user"] == "preempted"
+    assert modes["mha"]["quality"]["kl"] == pytest.approx(0, abs=1e-5)
+    assert modes["mqa"]["quality"]["kl"] > 0.1
+    assert "# " in files[1].read_text() and files[2].read_bytes().startswith(b"\x89PNG")
+    assert "peak live bytes" in done.stdout and "lossy, mean" in done.stdout
+    parts = [line for line in done.stderr.splitlines() if line[0].isdigit() and "loading" not in line]
+    assert [line.split()[0] for line in parts] == [f"{n}/7" for n in range(1, 8)]
+
+
+def test_ctrl_c_keeps_what_is_done(folder: Path, tmp_path: Path) -> None:
+    """SIGINT to the whole process group, as a terminal sends it, once a mode is done."""
+    path = tmp_path / "out.json"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server.cli", "compare", str(folder), "--device", "cpu", "--no-quality",
+         "--head-map", "mean", "--json", str(path), "--markdown", str(tmp_path / "out.md")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    timer = threading.Timer(90, process.kill)
+    timer.start()
+    said = ""
+    for line in process.stderr:
+        said += line
+        if line.startswith("2/6"):
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    out, rest = process.communicate()
+    timer.cancel()
+    assert process.returncode == 130, said + rest
+    assert "Traceback" not in said + rest and rest.splitlines()[-1] == "headroom compare: interrupted"
+    read = json.loads(path.read_text())
+    assert read["complete"] is False
+    native, mha, mqa = read["modes"]
+    assert native["fixed_work"]["peak_live_bytes"] == 4 * 32 * 3 * 4096
+    assert mqa["fixed_work"] is None and mha["fixed_pool"] is None
+    assert f"{native['fixed_work']['peak_live_bytes']:,}" in out and "was not measured" in out
+    assert "was not measured" in (tmp_path / "out.md").read_text()
+
+
+def prepared(folder: Path, **options: Any) -> Prepared:
+    settings = {"device": "cpu", "random_weights": True} | options
+    return prepare(CompareOptions(**settings), "shape", folder, folder)
+
+
+def test_llama_3_8b_without_weights(shape: Path) -> None:
+    """The formula's bytes are those of all layers, however many are run."""
+    made = prepared(shape, layers=2, dtype="bfloat16", attention=("mqa", "native", "mha"))
+    facts = [(mode.mode, mode.bytes_per_token, mode.head_map) for mode in made.comparison.modes]
+    assert facts == [("mqa", 16384, "mean"), ("native", 131072, "native"), ("mha", 524288, "repeat")]
+    assert [mode.run_bytes_per_token for mode in made.comparison.modes] == [1024, 8192, 32768]
+    # 4 users of 512 tokens as mha: 4 * 32 blocks * 32 heads of 2 * 2 layers * 16 * 128 * 2 bytes.
+    assert made.comparison.setup.pool_bytes == 4 * 32 * 32 * 16384
+    assert [part.kind for part in made.parts] == ["fixed_work"] * 3 + ["fixed_pool"] * 3
+    predicted = {part.mode: part.job.pool.peak for part in made.parts[:3]}  # type: ignore[attr-defined]
+    assert predicted == {"mqa": 128, "native": 1024, "mha": 4096}
+    users = {part.mode: part.job.growth.users for part in made.parts[3:]}  # type: ignore[attr-defined]
+    assert users == {"mqa": 128, "native": 16, "mha": 4}
+    notes = " ".join(made.comparison.notes)
+    assert "Random weights" in notes and "mqa) use the head map mean" in notes and "2 of 32 layers" in notes
+
+
+def test_random_weights_run(shape: Path, tmp_path: Path) -> None:
+    """A shape of a few megabytes, through the whole command: neither weights nor tokenizer are there."""
+    small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "num_hidden_layers": 5}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B | small))
+    words = ("--random-weights", "--config", str(tmp_path), "--layers", "2", "--attention", "mqa,mha")
+    more = (
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--context",
+        "64",
+        "--users",
+        "1",
+        "--json",
+        str(tmp_path / "out.json"),
+    )
+    done = headroom("compare", *words, *more, timeout=120)
+    assert done.returncode == 0, done.stderr
+    read = json.loads((tmp_path / "out.json").read_text())
+    assert [mode["bytes_per_token"] for mode in read["modes"]] == [2 * 5 * heads * 16 * 4 for heads in (1, 4)]
+    work = [mode["fixed_work"] for mode in read["modes"]]
+    assert [each["peak_live_bytes"] for each in work] == [4 * heads * 2 * 2 * 16 * 16 * 4 for heads in (1, 4)]
+    assert [mode["quality"] for mode in read["modes"]] == [None] * 2
+    assert "perplexity" not in done.stdout and "use the head map mean" in " ".join(done.stdout.split())
+
+
+def test_default_modes_drop_the_same_heads_named_twice(tiny: Callable[..., Path]) -> None:
+    mha = prepared(tiny(heads=4, kv_heads=4)).comparison
+    assert [mode.mode for mode in mha.modes] == ["native", "mqa"]
+    mqa = prepared(tiny(heads=4, kv_heads=1)).comparison
+    assert [mode.mode for mode in mqa.modes] == ["native", "mha"]
+
+
+def test_help(here: InProcess) -> None:
+    done = here("compare", "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: headroom compare [MODEL]")
+    for flag in ("--attention", "--plot", "--random-weights", "--text"):
+        assert flag in done.stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from server.cli import main\n"
+        "try: main(['compare', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+WRONG_WORDS = [
+    (["--random-weights"], "--random-weights and --config go together"),
+    (["--config", "x"], "--random-weights and --config go together"),
+    (["--layers", "2"], "--layers cuts random weights"),
+    (["m", "--random-weights", "--config", "x"], "--random-weights needs no model"),
+    (["--text", "x", "--no-quality"], "--text is for quality"),
+    (["--text", "x", "--random-weights", "--config", "x"], "--text is for quality"),
+    (["--context", "0"], "'0' is not a whole number of at least 1"),
+    (["--head-map", "median"], "invalid choice: 'median'"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), WRONG_WORDS, ids=lambda value: " ".join(value)[:30])
+def test_words_that_do_not_go_together(here: InProcess, words: list[str], part: str) -> None:
+    check_one_line(here("compare", *words), part, code=2)
+
+
+# Before the work begins, so that nobody waits for a line that could have come at once.
+REFUSALS = [
+    (["--attention", "gqa4"], "attention mode gqa4: 4 KV heads cannot share 9 query heads"),
+    (["--attention", "gqa2"], "gqa2"),
+    (["--attention", "mha,gqa9"], "mha and gqa9 are the same here"),
+    (["--attention", "half"], "attention mode 'half' is not known"),
+    (["--context", "513"], "--context 513 exceeds the 512 positions"),
+    (["--context", "31"], "--context 31 is too short to measure with --block-size 16; give at least 32"),
+    (["--context", "128", "--block-size", "128"], "give at least 256"),
+    (["--context", "512", "--users", "1000000000"], "lower --context or --users"),
+    (["--plot", "out.jpg"], "--plot out.jpg: writes PNG; give it a name that ends in .png"),
+    (["--plot", "/nowhere/out.png"], "--plot /nowhere/out.png: there is no folder /nowhere"),
+    (["--json", "/nowhere/out.json"], "--json /nowhere/out.json: there is no folder /nowhere"),
+    (["--markdown", "/"], "--markdown /: is a folder"),
+    (["--json", "x", "--markdown", "./x"], "--json and --markdown name the same file"),
+    (["--text", "/nowhere.txt"], "/nowhere.txt: No such file"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), REFUSALS, ids=lambda value: " ".join(value)[:40])
+def test_refused_before_the_work(here: InProcess, folder: Path, words: list[str], part: str) -> None:
+    done = here("compare", str(folder), "--device", "cpu", "--head-map", "mean", "--text", str(TEXT), *words)
+    assert done.returncode == 1 and part in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert "loading" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"a few words", b"caf\xe9 " * 500], ids=["empty", "short", "latin 1"]
+)
+def test_a_text_that_says_nothing(here: InProcess, folder: Path, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    done = here("compare", str(folder), "--device", "cpu", "--head-map", "mean", "--text", str(path))
+    assert done.returncode == 1 and str(path) in done.stderr.splitlines()[-1]
+    assert "loading" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_random_weights_refuse_a_fitted_map_and_too_many_layers(here: InProcess, shape: Path) -> None:
+    words = ("compare", "--random-weights", "--config", str(shape), "--device", "cpu")
+    done = here(*words, "--head-map", "aligned")
+    assert done.returncode == 1 and "take --head-map mean" in done.stderr.splitlines()[-1]
+    done = here(*words, "--layers", "33")
+    assert done.returncode == 1 and "--layers 33: the model has 32" in done.stderr.splitlines()[-1]
+    done = here("compare", "--random-weights", "--config", "/nowhere", "--device", "cpu")
+    assert done.returncode == 1 and "/nowhere" in done.stderr.splitlines()[-1]
