@@ -87,7 +87,10 @@ class _Job:
         match = None if layer is None else _PROJECTION.search(name)
         if layer is not None and match is not None and match[1] in self.rewrite.changes:
             tensor = self.rewrite.projection(layer, match[1], match[2], tensor.float())
-        return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        written = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if dtype is torch.float16 and not bool(torch.isfinite(written).all()):
+            raise ModelError(f"tensor {name} holds values that float16 cannot (above 65,504); take bfloat16")
+        return written
 
 
 def convert_folder(

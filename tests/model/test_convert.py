@@ -216,6 +216,17 @@ def test_another_dtype(tiny: Tiny, tmp_path: Path, dtype: torch.dtype) -> None:
     assert name in (tmp_path / "small/config.json").read_text()
 
 
+def test_what_float16_cannot_hold(tiny: Tiny, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny(), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 70_000.0
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight holds values that float16 cannot"):
+        convert(source, tmp_path / "out", no_layers, torch.float16)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    convert(source, tmp_path / "out", no_layers, torch.bfloat16)
+
+
 def test_each_tensor_keeps_its_own_dtype(tiny: Tiny, tmp_path: Path) -> None:
     source = shutil.copytree(tiny(dtype=torch.bfloat16), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
