@@ -10,6 +10,7 @@ import pytest
 
 from model.modes import Heads, Mode, parse_mode
 from model.progress import Silent
+from server.tools.compare.drive import Run
 from server.tools.compare.dry import DryModel, Pool, size_for_fixed_work, users_that_fit
 from server.tools.compare.fixed_pool import FixedPoolJob, Growth, rehearse
 from server.tools.compare.fixed_work import ROUNDS, FixedWorkJob
@@ -68,6 +69,12 @@ def test_a_crowd_fills_its_context_together(context: int, block_size: int) -> No
     # A whole block of head-room is left: without it the scheduler would let nobody in.
     assert -(-first.prompt // block_size) < -(-(context - 1) // block_size)
     assert crowd.overfull(4)[0].prompt <= first.prompt
+
+
+def test_times_of_a_run() -> None:
+    run = Run(arrived=[1.0, 2.0], tokens=[[1.5, 2.5, 4.5], [5.0]], steps=[1.5, 3.5])
+    assert (run.first_tokens, run.gaps) == ([0.5, 3.0], [1.0, 2.0])
+    assert (run.output_tokens, run.seconds) == (4, 5.0)
 
 
 def test_percentiles() -> None:
@@ -136,6 +143,14 @@ def test_users_that_fit(mode: Mode, users: int, context: int, block_size: int) -
     assert found == pool // blocks(context - 1, mode, block_size) == users * 9 // mode.kv_heads
     crowd = Crowd(context, block_size, pool // mode.kv_heads)
     assert rehearse(dry(mode, block_size), Growth(crowd, found), pool, 256) > 0
+
+
+def test_where_the_next_user_waits(target: Target) -> None:
+    """Contexts of two blocks leave no room between being let in and being full: nobody is pushed out."""
+    mode = MODES[1]
+    growth = Growth(Crowd(32, 16, pool=6), users_that_fit(dry(mode), 18, 32))
+    done = FixedPoolJob(target, mode, growth, pool=18, steps=1)(Silent())
+    assert (done.users, done.next_user) == (3, "waited")
 
 
 @every_mode

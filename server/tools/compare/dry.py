@@ -98,9 +98,7 @@ def size_for_fixed_work(model: DryModel, users: int, context: int, batch_tokens:
     ample = model.engine(users * (model.blocks(context) + model.mode.kv_heads), users, context, batch_tokens)
     unlimited = _held(ample, model, users, context)
     peak = _peak(ample)
-    blocks = max(
-        peak, model.blocks(context)
-    )  # an engine's pool holds the context, though its last token is not
+    blocks = max(peak, model.blocks(context))  # room for a context's last token too, which is never written
     while True:
         engine = model.engine(blocks, users, context, batch_tokens)
         if _held(engine, model, users, context) == unlimited and not engine.stats().preemptions:
