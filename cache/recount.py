@@ -13,6 +13,7 @@ from cache.audit import verify
 from cache.errors import CacheError
 from cache.manager import CacheManager
 from cache.report import CacheReport
+from cache.snapshot import variant_reports
 from cache.state import CacheState
 
 Counts = Iterator[tuple[str, int, int]]  # what is counted, as kept, as counted again
@@ -96,7 +97,8 @@ def _totals(manager: CacheManager, recount: _Recount) -> Counts:
 
 def _by_variant(manager: CacheManager, recount: _Recount) -> Counts:
     each, live_bytes = manager.state.layout.block_bytes, manager.live_bytes()
-    for number, variant in enumerate(manager.report().variants):
+    # Only counts are read, which do not depend on the number of query heads.
+    for number, variant in enumerate(variant_reports(manager.state, q_heads=1)):
         own = [block for block in recount.blocks.values() if block.variant == number]
         blocks = sum(block.heads for block in own)
         yield f"live bytes of {variant.name}", live_bytes[variant.name], blocks * each

@@ -28,7 +28,7 @@ def cache_report(state: CacheState, pool: KVPool, q_heads: int) -> CacheReport:
     each = layout.block_bytes
     total, free, cached = state.store.total, state.store.free, state.index.cached
     live = total - free - cached
-    variants = _variants(state, q_heads)
+    variants = variant_reports(state, q_heads)
     return CacheReport(
         pool=PoolReport(
             bytes=total * each,
@@ -83,7 +83,8 @@ def filled(state: CacheState) -> Int64:
     return fill
 
 
-def _variants(state: CacheState, q_heads: int) -> tuple[VariantReport, ...]:
+def variant_reports(state: CacheState, q_heads: int) -> tuple[VariantReport, ...]:
+    """What each attention mode holds now, in the order of the cache's variants."""
     live = state.live()
     variant, fill = state.store.variant[live], filled(state)[live]
     reports = []
