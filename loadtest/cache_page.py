@@ -131,6 +131,7 @@ def compare(model: str, flags: list[str], root: Path) -> None:
             raise SystemExit(
                 f"headroom compare ended with code {done.returncode}; the pages are as they were"
             )
+        shrink(picture)
         if picture.stat().st_size > PICTURE_BYTES:
             raise SystemExit(
                 f"the picture has {picture.stat().st_size:,} bytes; {PICTURE_BYTES:,} are allowed"
@@ -138,6 +139,15 @@ def compare(model: str, flags: list[str], root: Path) -> None:
         (root / RESULT).parent.mkdir(exist_ok=True)
         (root / RESULT).write_bytes(result.read_bytes())
         (root / PICTURE).write_bytes(picture.read_bytes())
+
+
+def shrink(picture: Path) -> None:
+    """Write the PNG again with a palette of its 256 colours: a third of the size, and no eye sees it."""
+    from PIL import Image  # comes with matplotlib
+
+    with Image.open(picture) as image:
+        small = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    small.save(picture, format="PNG", optimize=True)
 
 
 def _table(found: Found, columns: tuple[Column, ...]) -> str:
