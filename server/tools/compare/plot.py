@@ -56,7 +56,7 @@ def _title(found: Comparison) -> str:
 
 def _footer(found: Comparison) -> str:
     setup, machine = found.setup, found.machine
-    where = machine.gpu or f"{machine.cpu}, {machine.threads} threads"
+    where = machine.gpu or f"{machine.cpu}, {machine.threads} thread{'' if machine.threads == 1 else 's'}"
     layers = "" if setup.run_layers == setup.layers else f", {setup.run_layers} of {setup.layers} layers run"
     version = f"Headroom {found.headroom}" + (f" at {found.commit}" if found.commit else "")
     return f"{setup.dtype}{layers}, {where}, torch {machine.torch}, {version}, {found.date[:10]}"
