@@ -15,12 +15,14 @@ from cache.accounts import Peak
 from cache.report import usage
 from model.fetch import ALIASES
 from model.modes import Heads, Mode, spellings
+from model.progress import Progress, Silent
 from server import __version__
 from server.config import ModelOptions, ServeOptions
 from server.engine.build import build_engine
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts, VariantFacts
 from server.engine.request import KVPeak
+from server.text.calibration import calibration_source
 from server.text.chat import ChatTemplate
 from server.text.defaults import sampling_defaults
 from server.text.eos import eos_ids
@@ -48,16 +50,25 @@ class Loaded:
     created: int  # seconds since 1970
 
 
-def load(options: ModelOptions, folder: Path, meanwhile: Callable[[], object] | None = None) -> Loaded:
+def load(
+    options: ModelOptions,
+    folder: Path,
+    meanwhile: Callable[[], object] | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
     """Load the model in `folder`. Raises ModelError or ConfigError, one line each.
 
-    `meanwhile` runs on another thread while the weights are read: imports, mostly.
+    `meanwhile` runs on another thread while the weights are read: imports, mostly. `progress` is told of a
+    head map that has to be fitted.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with ThreadPoolExecutor(1, "words") as pool:
         words = pool.submit(_load_words, folder, meanwhile)
-        engine, facts = build_engine(options.engine, folder)
+        source = calibration_source(
+            folder, options.cache_dir, progress or Silent(), lambda: words.result()[0]
+        )
+        engine, facts = build_engine(options.engine, folder, calibration=source)
         tokenizer, chat = words.result()
     name = options.served_name or model_name(options.model, folder)
     return Loaded(

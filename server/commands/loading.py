@@ -28,7 +28,8 @@ def load_model(options: ModelOptions, meanwhile: Callable[[], object] | None = N
     _read_ahead(folder)
     from server.app import load
 
-    return load(options, folder, meanwhile)
+    with progress() as shown:
+        return load(options, folder, meanwhile, shown)
 
 
 def _read_ahead(folder: Path) -> None:

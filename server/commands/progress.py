@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from model.progress import Progress
 
-_BYTES = 2**20  # a phase of at least this total is counted in bytes
+_BYTES = 2**20  # a phase of at least this total is counted in bytes, a smaller one in percent
 
 
 @contextlib.contextmanager
@@ -45,8 +45,8 @@ class _Bar:
         from rich.progress import (
             BarColumn,
             DownloadColumn,
-            MofNCompleteColumn,
             ProgressColumn,
+            TaskProgressColumn,
             TextColumn,
             TimeRemainingColumn,
         )
@@ -55,7 +55,7 @@ class _Bar:
         self.close()
         count: list[ProgressColumn] = []
         if total is not None:
-            count = [DownloadColumn() if total >= _BYTES else MofNCompleteColumn(), TimeRemainingColumn()]
+            count = [DownloadColumn() if total >= _BYTES else TaskProgressColumn(), TimeRemainingColumn()]
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),

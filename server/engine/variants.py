@@ -6,19 +6,39 @@ read. The maps come after the weights: those of reduced modes may be fitted to t
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.calibration import HEAD_MAPS
+import torch
+
+from model.aligned import aligned_heads
+from model.calibration import HEAD_MAPS, Calibration, load_or_fit
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.errors import ModelError
 from model.heads import HeadMap, MeanHeads, NativeHeads, RepeatHeads, Variant
 from model.linear import LinearBackend
 from model.modes import Heads, Mode, parse_modes
 from model.progress import Progress
 from server.engine.errors import ConfigError
 from server.engine.options import EngineOptions
+
+METHOD = "1"  # raised when the fit changes, so that older ones are made again
+
+
+def calibrate(
+    decoder: Decoder, mode: Mode, ids: torch.Tensor, *, kind: str, progress: Callable[[float], None]
+) -> Calibration:
+    """The fit of `model.calibrate`, where it is built."""
+    try:
+        module = importlib.import_module("model.calibrate")
+    except ModuleNotFoundError:
+        raise ConfigError(f"--head-map {kind} is not built yet; take --head-map mean") from None
+    made: Calibration = module.calibrate(decoder, mode, ids, kind=kind, progress=progress)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +62,15 @@ def choose_modes(
     modes = parse_modes(options.attention, Heads(config.num_heads, config.num_kv_heads))
     lossy = next((mode for mode in modes if mode.lossy), None)
     if lossy is not None and options.head_map != "mean" and calibration is None:
-        raise ConfigError(
-            f"attention mode {lossy.name} with --head-map {options.head_map} is fitted to a text, and there "
-            f"is none here; take --head-map mean"
-        )
+        raise ConfigError(_no_text(lossy, options.head_map))
     return modes
+
+
+def _no_text(mode: Mode, head_map: str) -> str:
+    return (
+        f"attention mode {mode.name} with --head-map {head_map} is fitted to a text, and there is none here; "
+        f"take --head-map mean"
+    )
 
 
 def modes_of(variants: Sequence[Variant], config: ModelConfig) -> tuple[Mode, ...]:
@@ -61,22 +85,50 @@ def make_variants(
     linear: LinearBackend,
     calibration: CalibrationSource | None,
 ) -> tuple[Variant, ...]:
-    """Each mode with its head map; reduced ones get a map of the kind `head_map`, fitted to the decoder if
-    the cache folder of `calibration` does not have it yet. Raises ModelError where the kind cannot apply."""
-    native = decoder.config.num_kv_heads
-    variants = []
-    for mode in modes:
-        made: HeadMap
-        if mode.kv_heads == native:
-            made = NativeHeads(native)
-        elif not mode.lossy:
-            made = RepeatHeads(mode.kv_heads)
-        elif head_map == "mean":
-            made = MeanHeads(mode.kv_heads)
-        else:
-            raise ConfigError(f"--head-map {head_map} is not built yet; take --head-map mean")
-        variants.append(Variant(mode.name, made))
-    return tuple(variants)
+    """Each mode with its head map; those of reduced modes are of the kind `head_map`. Raises ModelError where
+    that kind cannot apply to the checkpoint."""
+    return tuple(Variant(mode.name, _map(mode, head_map, decoder, linear, calibration)) for mode in modes)
+
+
+def _map(
+    mode: Mode, head_map: str, decoder: Decoder, linear: LinearBackend, calibration: CalibrationSource | None
+) -> HeadMap:
+    if mode.kv_heads == decoder.config.num_kv_heads:
+        return NativeHeads(mode.kv_heads)
+    if not mode.lossy:
+        return RepeatHeads(mode.kv_heads)
+    if head_map == "mean":
+        return MeanHeads(mode.kv_heads)
+    if calibration is None:
+        raise ConfigError(_no_text(mode, head_map))
+    embed = decoder.weights.embed
+    fit = fitted(mode, head_map, decoder, calibration)
+    return aligned_heads(fit, device=embed.device, dtype=embed.dtype, linear=linear)
+
+
+def fitted(mode: Mode, head_map: str, decoder: Decoder, source: CalibrationSource) -> Calibration:
+    """The calibration of a reduced mode: the one kept for this checkpoint, text and method, or a new one,
+    which takes up to a minute and is kept. Raises ModelError where `head_map` cannot apply."""
+    embed = decoder.weights.embed
+    windows = source.windows()
+    if max(map(max, windows)) >= embed.shape[0]:
+        raise ModelError(
+            f"--head-map {head_map}: the tokenizer gives ids that this checkpoint has no embedding for; take "
+            f"--head-map mean"
+        )
+    ids = torch.tensor(windows, dtype=torch.int64, device=embed.device)  # [W, T]
+
+    def fit() -> Calibration:
+        source.progress.start(f"Fitting {mode.name} to this model (once)", 100)
+        # Tables for the text's positions, however few the pool will hold.
+        own = Decoder(decoder.config, decoder.weights, embed.device, max_position=ids.shape[1])
+        return calibrate(
+            own, mode, ids, kind=head_map, progress=lambda share: source.progress.update(round(100 * share))
+        )
+
+    text = hashlib.sha256(repr([list(window) for window in windows]).encode()).hexdigest()
+    key = f"{decoder.weights.fingerprint} {mode.kv_heads} {head_map} {text} {METHOD} {embed.dtype}"
+    return load_or_fit(source.folder, key, fit)
 
 
 def map_name(variant: Variant, native: int) -> str:

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from model.aligned import AlignedHeads
+from model.calibration import Calibration
+from model.decoder import Decoder
 from model.errors import ModelError
 from model.heads import MeanHeads, NativeHeads, RepeatHeads, Variant
-from server.engine import build
+from model.modes import Mode
+from model.progress import Silent
+from server.engine import build, variants
 from server.engine.errors import ConfigError
+from server.engine.variants import CalibrationSource
 from tests.engine.conftest import Oracle
+from tests.support.calibrations import random_calibration
 from tests.support.checkpoints import make_rand
 from tests.support.driving import fp32_engine, greedy_request, run
 from tests.support.engines import checked, manager_of, on_batches, pool_of, prompt_of
@@ -188,3 +195,116 @@ def test_options_that_cannot_be(
     monkeypatch.setattr(build, "load_weights", None)
     with pytest.raises(ConfigError, match=words):
         fp32_engine(small, **options)  # type: ignore[arg-type]
+
+
+class Fits:
+    """Stands in for the fit: counts, looks, and answers with random numbers."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, str]] = []
+        self.ids: list[list[int]] = []
+        patch.setattr(variants, "calibrate", self)
+
+    def __call__(
+        self, decoder: Decoder, mode: Mode, ids: torch.Tensor, *, kind: str, progress: Any
+    ) -> Calibration:
+        self.seen.append((mode.name, kind))
+        self.ids = ids.tolist()
+        assert decoder.rope._cos.shape[0] >= ids.shape[1], "tables for all of the text"
+        progress(0.25)
+        progress(1.0)
+        return random_calibration(decoder.config, mode.kv_heads, free=kind == "aligned")
+
+
+class Told(Silent):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+
+    def start(self, label: str, total: int | None) -> None:
+        self.said.append((label, total))
+
+    def update(self, done: int) -> None:
+        self.said.append(done)
+
+
+def source(folder: Path, windows: list[list[int]], progress: Silent | None = None) -> CalibrationSource:
+    return CalibrationSource(lambda: windows, folder, progress or Silent())
+
+
+TEXT = [[3 + i % 500 for i in range(start, start + 200)] for start in (0, 200)]
+
+
+def test_a_reduced_mode_is_fitted_once(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept for the next start; anything that the fit depends on makes another."""
+    fits, told = Fits(monkeypatch), Told()
+    modes = {"attention": ("native", "mha", "mqa"), "kv_memory": 8 * 4096}  # 16 blocks of mqa: 128 tokens
+    engine, facts = fp32_engine(small, calibration=source(tmp_path, TEXT, told), **modes)
+    assert fits.seen == [("mqa", "aligned")]
+    assert fits.ids == TEXT
+    assert told.said == [("Fitting mqa to this model (once)", 100), 25, 100]
+    mqa = facts.variants[2]
+    head_map = engine._shape.variants["mqa"].head_map
+    assert isinstance(head_map, AlignedHeads)
+    assert (mqa.head_map, mqa.identity, mqa.weight_bytes) == ("aligned", head_map.identity, head_map.nbytes)
+    assert len(mqa.identity) > 40, "a digest"
+
+    again = fp32_engine(small, calibration=source(tmp_path, TEXT, told), **modes)[1]
+    assert again.variants[2].identity == mqa.identity
+    assert (len(fits.seen), len(told.said)) == (1, 3)
+    others: list[tuple[list[list[int]], dict[str, object]]] = [
+        (TEXT[:1], {}),
+        (TEXT, {"head_map": "aligned-fixed"}),
+        (TEXT, {"dtype": "bfloat16"}),
+    ]
+    for number, (text, options) in enumerate(others):
+        fp32_engine(small, calibration=source(tmp_path, text), **modes | options)
+        assert len(fits.seen) == 2 + number
+    assert [kind for _, kind in fits.seen] == ["aligned", "aligned", "aligned-fixed", "aligned"]
+    monkeypatch.setattr(variants, "METHOD", "another")
+    fp32_engine(small, calibration=source(tmp_path, TEXT), **modes)
+    assert len(fits.seen) == 5
+    fp32_engine(small, calibration=source(tmp_path / "elsewhere", TEXT), **modes)
+    assert len(fits.seen) == 6
+
+
+def test_each_reduced_mode_has_its_own_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = Fits(monkeypatch)
+    folder = make_rand(tmp_path / "wide", vocab=512, heads=8, kv_heads=4)
+    for _ in range(2):
+        facts = fp32_engine(folder, calibration=source(tmp_path, TEXT), attention=("gqa2", "mqa", "native"))[
+            1
+        ]
+        assert fits.seen == [("gqa2", "aligned"), ("mqa", "aligned")]
+    assert len({variant.identity for variant in facts.variants}) == 3
+
+
+def test_what_a_fitted_map_owns_is_counted(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Fits(monkeypatch)
+    one = fp32_engine(small)[1].weight_bytes
+    engine, facts = fp32_engine(small, calibration=source(tmp_path, TEXT), attention=("native", "mha", "mqa"))
+    owned = reachable(engine._shape.variants)
+    assert [v.weight_bytes for v in facts.variants] == [0, 0, sum(owned.values())]
+    assert facts.weight_bytes == one + sum(owned.values())
+    assert facts.checkpoint_bytes == one
+    assert not owned.keys() & reachable(engine._runner._decoder.weights).keys()
+    # Two layers of W_O [64, 64] and v_in [16, 2 * 16] in fp32 are most of it.
+    assert 2 * 4 * (64 * 64 + 16 * 32) <= sum(owned.values()) < 3 * 4 * (64 * 64 + 16 * 32)
+
+
+def test_text_that_the_checkpoint_cannot_read(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="ids that this checkpoint has no embedding for"):
+        fp32_engine(small, calibration=source(tmp_path, [[5, 512]]), attention=("mqa",))
+
+
+def test_a_fit_that_is_refused(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> Calibration:
+        raise ModelError("it cannot apply here")
+
+    monkeypatch.setattr(variants, "calibrate", refuse)
+    with pytest.raises(ModelError, match="it cannot apply here"):
+        fp32_engine(small, calibration=source(tmp_path, TEXT), attention=("mqa",))
+    assert list(tmp_path.glob("*.safetensors")) == []

@@ -1,0 +1,35 @@
+"""The text that head maps are fitted to, as the ids of a checkpoint's tokenizer, and where fits are kept."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from model.config import ModelConfig
+from model.progress import Progress
+from server.engine.errors import ConfigError
+from server.engine.variants import CalibrationSource
+from server.text.tokenizer import Tokenizer
+
+
+def calibration_source(
+    folder: Path,
+    cache_dir: Path,
+    progress: Progress,
+    tokenizer: Callable[[], Tokenizer] | None = None,
+) -> CalibrationSource:
+    """For the checkpoint in `folder`, whose tokenizer is read when it is needed unless `tokenizer` has it.
+    Fits are kept under `cache_dir`, the user's cache. Asking for the windows raises ModelError."""
+
+    def windows() -> Sequence[Sequence[int]]:
+        longest = ModelConfig.from_folder(folder).max_position_embeddings
+        words = Tokenizer.from_folder(folder) if tokenizer is None else tokenizer()
+        try:
+            samples = importlib.import_module("server.text.samples")
+        except ModuleNotFoundError:
+            raise ConfigError("--head-map aligned is not built yet; take --head-map mean") from None
+        found: list[list[int]] = samples.calibration_windows(words, longest)
+        return found
+
+    return CalibrationSource(windows, cache_dir / "calibrations", progress)
