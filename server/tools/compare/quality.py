@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import torch
 
 from model.config import ModelConfig
 from model.progress import Progress
+from server.engine.errors import ConfigError
 from server.engine.options import EngineOptions
 from server.engine.scoring import load_scoring
+from server.text.calibration import calibration_source
 from server.text.tokenizer import Tokenizer
 from server.tools.compare.target import Target
 from server.tools.quality import WINDOW, QualityRow, QualityText, measure_quality, own_text
@@ -35,7 +38,8 @@ class QualityJob:
             device=target.device, dtype=target.dtype, attention=self.modes, head_map=target.head_map
         )
         text = load_text(self.text, target.folder)
-        scoring = load_scoring(options, target.folder, max(map(len, text.windows)))
+        source = calibration_source(target.folder, target.cache_dir, progress)
+        scoring = load_scoring(options, target.folder, max(map(len, text.windows)), source)
         progress.start("", _SHARES)
         return measure_quality(scoring, [text], progress=lambda share: progress.update(int(share * _SHARES)))
 
@@ -46,7 +50,14 @@ def load_text(path: Path | None, folder: Path) -> QualityText:
     tokenizer = Tokenizer.from_folder(folder)
     if path is not None:
         return own_text(path, tokenizer, longest)
-    raise NotImplementedError
+    try:
+        samples = importlib.import_module("server.text.samples")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "no text comes with Headroom yet; give one with --text FILE, or --no-quality"
+        ) from None
+    windows = samples.held_out("prose", tokenizer)
+    return QualityText("held-out prose", "see server/text/samples", tuple(map(tuple, windows)))
 
 
 def check_text(path: Path | None, folder: Path) -> None:

@@ -23,6 +23,7 @@ from server.engine.device import DTYPES
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
 from server.engine.options import EngineOptions
+from server.text.calibration import calibration_source
 
 _SEED = 0  # of random weights
 
@@ -74,7 +75,8 @@ class Demand:
 
 
 def make_engine(target: Target, mode: Mode, demand: Demand, progress: Progress) -> tuple[Engine, EngineFacts]:
-    """The real engine in one attention mode, with a pool of exactly `demand.blocks` blocks."""
+    """The real engine in one attention mode, over exactly `demand.blocks` blocks; `progress` is told of
+    a head map that has to be fitted."""
     if target.threads is not None:
         torch.set_num_threads(target.threads)
     config = ModelConfig.from_folder(target.folder)
@@ -90,7 +92,8 @@ def make_engine(target: Target, mode: Mode, demand: Demand, progress: Progress) 
         head_map=target.head_map,
     )
     if target.layers is None:
-        return build_engine(options, target.folder)
+        source = calibration_source(target.folder, target.cache_dir, progress)
+        return build_engine(options, target.folder, calibration=source)
     with _cut_config(target.folder, target.layers) as folder:
         return build_engine(options, folder, weights=_random)
 
