@@ -18,9 +18,11 @@ from torch import Tensor
 from model.errors import ModelError
 from server.engine.errors import ConfigError
 from server.engine.scoring import Scorer, Scoring
+from server.text.samples import held_out
 from server.text.tokenizer import Tokenizer
 
 WINDOW = 512  # tokens that are scored together
+SHIPPED_TOKENS = 2048  # of each shipped text, from its start
 OWN_TEXT_TOKENS = 4096  # of a user's text, from its start
 LEAST_TOKENS = 128  # fewer say nothing
 _BYTES_A_TOKEN = 64  # of a text's file at most: nobody's tokens are as long as that on average
@@ -77,6 +79,17 @@ def measure_quality(
         found = {mode.scorer.variant.name: mode for mode in (native, *others)}
         rows += [found[variant.name].row(text) for variant in scoring.variants]
     return tuple(rows)
+
+
+def shipped_text(tokenizer: Tokenizer, longest: int) -> QualityText:
+    """The held-out prose and code that come with Headroom, about as much of each, in windows of `longest`
+    tokens or 512. Raises ModelError where the tokenizer makes too little of them."""
+    windows = [
+        window
+        for texts in (held_out("prose", tokenizer, longest), held_out("code", tokenizer, longest))
+        for window in texts[: max(1, SHIPPED_TOKENS // len(texts[0]))]
+    ]
+    return QualityText("held-out prose and code", "public domain; Apache-2.0", tuple(map(tuple, windows)))
 
 
 def own_text(path: Path, tokenizer: Tokenizer, longest: int) -> QualityText:

@@ -21,8 +21,9 @@ from model.heads import MeanHeads, NativeHeads, RepeatHeads, Variant
 from server.engine.errors import ConfigError
 from server.engine.options import EngineOptions
 from server.engine.scoring import Scoring, load_scoring
+from server.text.samples import held_out
 from server.text.tokenizer import Tokenizer
-from server.tools.quality import LEAST_TOKENS, QualityText, cut, measure_quality, own_text
+from server.tools.quality import LEAST_TOKENS, QualityText, cut, measure_quality, own_text, shipped_text
 from tests.support.attention import CPU
 from tests.support.checkpoints import make_rand
 from tests.support.decoding import load_decoder, run_alone, some_ids
@@ -168,6 +169,16 @@ def test_windows_that_cannot_be_scored(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         measure_quality(scoring_of(tiny(), NATIVE), [QualityText("odd", "none", windows)])
+
+
+def test_the_shipped_text(tiny_served: Path) -> None:
+    """As much prose as code, whatever a window is."""
+    tokenizer = Tokenizer.from_folder(tiny_served)
+    prose, code = (held_out(name, tokenizer, 512) for name in ("prose", "code"))
+    text = shipped_text(tokenizer, 512)
+    assert text.windows == (*map(tuple, prose[:4]), *map(tuple, code[:4]))
+    short = shipped_text(tokenizer, 100)
+    assert {len(window) for window in short.windows} == {100} and len(short.windows) == 2 * 20
 
 
 def test_a_users_text(tiny_served: Path, tmp_path: Path) -> None:
