@@ -116,7 +116,11 @@ def test_llama_3_8b_without_weights(shape: Path) -> None:
     users = {part.mode: part.job.growth.users for part in made.parts[3:]}  # type: ignore[attr-defined]
     assert users == {"mqa": 128, "native": 16, "mha": 4}
     notes = " ".join(made.comparison.notes)
-    assert "Random weights" in notes and "mqa) use the head map mean" in notes and "2 of 32 layers" in notes
+    assert (
+        "Random weights" in notes
+        and "mqa) use the head map mean" in notes
+        and "Run with 2 of 32 layers" in notes
+    )
 
 
 def test_random_weights_run(shape: Path, tmp_path: Path) -> None:

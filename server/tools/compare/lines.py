@@ -78,7 +78,7 @@ def _fixed_work(found: Comparison) -> Section:
 
     return Section(
         "A. The same work",
-        f"{setup.users} users, {setup.prompt_tokens} tokens in and {setup.output_tokens} out, {setup.rounds} "
+        f"{plural(setup.users, 'user')}, {setup.prompt_tokens} tokens in and {setup.output_tokens} out, {setup.rounds} "
         "rounds; each mode in a pool as large as its peak",
         (
             row("peak live bytes", lambda work: f"{work.peak_live_bytes:,}"),
@@ -126,6 +126,11 @@ def _quality(found: Comparison) -> Section:
             Measure("same top-1 token", lambda m: _share(done[m.mode].top1) if m.mode in done else _NONE),
         ),
     )
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 user`, `2 users`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _count(value: int | None) -> str:

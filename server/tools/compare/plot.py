@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from server.engine.errors import ConfigError
 from server.engine.units import format_bytes
+from server.tools.compare.lines import plural
 from server.tools.compare.results import Comparison, FixedWork
 
 if TYPE_CHECKING:
@@ -56,14 +57,14 @@ def _title(found: Comparison) -> str:
 
 def _footer(found: Comparison) -> str:
     setup, machine = found.setup, found.machine
-    where = machine.gpu or f"{machine.cpu}, {machine.threads} thread{'' if machine.threads == 1 else 's'}"
+    where = machine.gpu or f"{machine.cpu}, {plural(machine.threads, 'thread')}"
     layers = "" if setup.run_layers == setup.layers else f", {setup.run_layers} of {setup.layers} layers run"
     version = f"Headroom {found.headroom}" + (f" at {found.commit}" if found.commit else "")
     return f"{setup.dtype}{layers}, {where}, torch {machine.torch}, {version}, {found.date[:10]}"
 
 
 def _names(found: Comparison) -> list[str]:
-    heads = [f"{mode.kv_heads} KV head" + ("" if mode.kv_heads == 1 else "s") for mode in found.modes]
+    heads = [plural(mode.kv_heads, "KV head") for mode in found.modes]
     return [
         f"{mode.mode}{' (lossy)' if mode.lossy else ''}\n{count}"
         for mode, count in zip(found.modes, heads, strict=True)
@@ -92,7 +93,7 @@ def _draw_token(axes: Axes, found: Comparison) -> None:
 def _draw_peak(axes: Axes, found: Comparison) -> None:
     setup = found.setup
     axes.set_title(
-        f"What the same work takes: {setup.users} users, {setup.prompt_tokens} tokens in, "
+        f"What the same work takes: {plural(setup.users, 'user')}, {setup.prompt_tokens} tokens in, "
         f"{setup.output_tokens} out each",
         loc="left",
     )
@@ -125,7 +126,7 @@ def _draw_curve(axes: Axes, found: Comparison) -> None:
         axes.plot(users, rates, color=colour, marker=marker, linewidth=2)
         axes.plot(users[-1:], rates[-1:], "x", color="black", markersize=11, zorder=5)
         axes.annotate(
-            f"{mode}: {users[-1]} user{'' if users[-1] == 1 else 's'}, {rates[-1]:,.0f} tokens/s",
+            f"{mode}: {plural(users[-1], 'user')}, {rates[-1]:,.0f} tokens/s",
             (users[-1], rates[-1]), xytext=(8, -4), textcoords="offset points", fontsize=9, zorder=6,
             bbox={"facecolor": "white", "edgecolor": colour, "pad": 1.5, "alpha": 0.85},
         )  # fmt: skip

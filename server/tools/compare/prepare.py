@@ -222,8 +222,8 @@ def _notes(target: Target, config: ModelConfig, modes: tuple[Mode, ...]) -> list
             )
         if target.layers != config.num_layers:
             notes.append(
-                f"{target.layers} of {config.num_layers} layers are run: bytes a token are those of all, "
-                f"every other number is that of the {target.layers}."
+                f"Run with {target.layers} of {config.num_layers} layers: bytes a token are those of all, "
+                f"every other number is of what was run."
             )
     elif lossy:
         notes.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import torch
 
 from model.config import ModelConfig
 from model.progress import Progress
-from server.engine.errors import ConfigError
 from server.engine.options import EngineOptions
 from server.engine.scoring import load_scoring
 from server.text.calibration import calibration_source
 from server.text.tokenizer import Tokenizer
 from server.tools.compare.target import Target
-from server.tools.quality import WINDOW, QualityRow, QualityText, measure_quality, own_text
+from server.tools.quality import WINDOW, QualityRow, QualityText, measure_quality, own_text, shipped_text
 
 _SHARES = 1000  # units of the progress bar
 
@@ -45,19 +43,12 @@ class QualityJob:
 
 
 def load_text(path: Path | None, folder: Path) -> QualityText:
-    """The user's text, or the shipped one. Raises ConfigError, OSError."""
+    """The user's text, or the shipped one. Raises ConfigError, ModelError, OSError."""
     longest = min(WINDOW, ModelConfig.from_folder(folder).max_position_embeddings)
     tokenizer = Tokenizer.from_folder(folder)
     if path is not None:
         return own_text(path, tokenizer, longest)
-    try:
-        samples = importlib.import_module("server.text.samples")
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "no text comes with Headroom yet; give one with --text FILE, or --no-quality"
-        ) from None
-    windows = samples.held_out("prose", tokenizer)
-    return QualityText("held-out prose", "see server/text/samples", tuple(map(tuple, windows)))
+    return shipped_text(tokenizer, longest)
 
 
 def check_text(path: Path | None, folder: Path) -> None:
