@@ -113,8 +113,8 @@ def load_scoring(
 ) -> Scoring:
     """The checkpoint in `model_folder`, in the modes, on the device and in the dtype of `options`.
 
-    Windows to score may have up to `longest` tokens, or what the model allows if that is less; so may those
-    of `calibration`. Raises ModelError (checkpoint, modes) or ConfigError (options).
+    Windows to score may have up to `longest` tokens, or what the model allows if that is less.
+    Raises ModelError (checkpoint, modes) or ConfigError (options).
     """
     config = ModelConfig.from_folder(model_folder)
     modes = choose_modes(options, config, calibration)

@@ -14,7 +14,14 @@ from server.engine.scoring import load_scoring
 from server.text.calibration import calibration_source
 from server.text.tokenizer import Tokenizer
 from server.tools.compare.target import Target
-from server.tools.quality import WINDOW, QualityRow, QualityText, measure_quality, own_text, shipped_text
+from server.tools.quality import (
+    WINDOW,
+    QualityRow,
+    QualityText,
+    measure_quality,
+    own_text,
+    shipped_text,
+)
 
 _SHARES = 1000  # units of the progress bar
 
@@ -46,9 +53,7 @@ def load_text(path: Path | None, folder: Path) -> QualityText:
     """The user's text, or the shipped one. Raises ConfigError, ModelError, OSError."""
     longest = min(WINDOW, ModelConfig.from_folder(folder).max_position_embeddings)
     tokenizer = Tokenizer.from_folder(folder)
-    if path is not None:
-        return own_text(path, tokenizer, longest)
-    return shipped_text(tokenizer, longest)
+    return shipped_text(tokenizer, longest) if path is None else own_text(path, tokenizer, longest)
 
 
 def check_text(path: Path | None, folder: Path) -> None:
