@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from model.config import ModelConfig
 from model.progress import Progress
-from server.engine.errors import ConfigError
 from server.engine.variants import CalibrationSource
+from server.text.samples import calibration_windows
 from server.text.tokenizer import Tokenizer
 
 
@@ -25,11 +24,6 @@ def calibration_source(
     def windows() -> Sequence[Sequence[int]]:
         longest = ModelConfig.from_folder(folder).max_position_embeddings
         words = Tokenizer.from_folder(folder) if tokenizer is None else tokenizer()
-        try:
-            samples = importlib.import_module("server.text.samples")
-        except ModuleNotFoundError:
-            raise ConfigError("--head-map aligned is not built yet; take --head-map mean") from None
-        found: list[list[int]] = samples.calibration_windows(words, longest)
-        return found
+        return calibration_windows(words, longest)
 
     return CalibrationSource(windows, cache_dir / "calibrations", progress)
