@@ -41,8 +41,9 @@ def compare(
         shown.start("preparing", None)
         prepared = prepare(options, model_name(model, folder), folder, cache_dir)
     stopped = _measure(prepared)
-    print_table(prepared.comparison)
-    _write(prepared.comparison, outputs)
+    if prepared.comparison.measured:
+        print_table(prepared.comparison)
+        _write(prepared.comparison, outputs)
     if stopped is not None:
         raise stopped
     return 0

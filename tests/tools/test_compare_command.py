@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from model.progress import Silent
+from server.engine.errors import ConfigError
 from server.tools.compare.options import CompareOptions
 from server.tools.compare.prepare import Prepared, prepare
 from tests.support.checkpoints import BPE_VOCAB, add_byte_bpe, make_checkpoint
@@ -95,6 +97,44 @@ def test_ctrl_c_keeps_what_is_done(folder: Path, tmp_path: Path) -> None:
     assert mqa["fixed_work"] is None and mha["fixed_pool"] is None
     assert f"{native['fixed_work']['peak_live_bytes']:,}" in out and "was not measured" in out
     assert "was not measured" in (tmp_path / "out.md").read_text()
+
+
+def test_a_failure_keeps_what_is_done(
+    here: InProcess, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second mode's process dies: the first mode is printed and written, then one line. If the first one
+    dies there is nothing to show but the line."""
+    words = (
+        "compare",
+        str(folder),
+        "--device",
+        "cpu",
+        "--no-quality",
+        "--head-map",
+        "mean",
+        "--context",
+        "64",
+    )
+    jobs: list[object] = []
+
+    def killed(job: Callable[[Silent], object], progress: Silent) -> object:
+        jobs.append(job)
+        if len(jobs) == dies:
+            raise ConfigError("the process that measures ended early")
+        return job(Silent())
+
+    monkeypatch.setattr("server.tools.compare.measure.in_a_process", killed)
+    dies = 2
+    done = here(*words, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "headroom compare: the process that measures ended early"
+    native, mha, _ = json.loads((tmp_path / "out.json").read_text())["modes"]
+    assert native["fixed_work"] is not None and mha["fixed_work"] is None
+    assert "was not measured" in done.stdout
+    jobs.clear()
+    dies = 1
+    done = here(*words, "--json", str(tmp_path / "none.json"))
+    assert (done.returncode, done.stdout) == (1, "") and not (tmp_path / "none.json").exists()
 
 
 def prepared(folder: Path, **options: Any) -> Prepared:

@@ -78,8 +78,8 @@ def _fixed_work(found: Comparison) -> Section:
 
     return Section(
         "A. The same work",
-        f"{plural(setup.users, 'user')}, {setup.prompt_tokens} tokens in and {setup.output_tokens} out, {setup.rounds} "
-        "rounds; each mode in a pool as large as its peak",
+        f"{plural(setup.users, 'user')}, {setup.prompt_tokens} tokens in and {setup.output_tokens} out, "
+        f"{setup.rounds} rounds; each mode in a pool as large as its peak",
         (
             row("peak live bytes", lambda work: f"{work.peak_live_bytes:,}"),
             row("device bytes", lambda work: _count(work.device_bytes)),

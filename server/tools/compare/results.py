@@ -134,3 +134,8 @@ class Comparison:
     notes: list[str]
     seconds: float = 0.0
     complete: bool = False
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything is done."""
+        return bool(self.fixed_work or self.fixed_pool or self.quality)
