@@ -163,6 +163,18 @@ def test_llama_3_8b_without_weights(shape: Path) -> None:
     )
 
 
+@pytest.mark.model
+def test_the_default_model(smol: Path) -> None:
+    """SmolLM2 in bf16: 7,680 bytes a token and KV head; 4 users of 511 KV tokens are 128 logical blocks."""
+    made = prepared(smol, random_weights=False, quality=False, head_map="mean", dtype="bfloat16")
+    assert [(mode.mode, mode.bytes_per_token) for mode in made.comparison.modes] == [
+        ("native", 23040), ("mha", 69120), ("mqa", 7680),
+    ]  # fmt: skip
+    peaks = [part.job.pool.peak for part in made.parts[:3]]  # type: ignore[attr-defined]
+    assert [peak * made.comparison.setup.block_bytes for peak in peaks] == [47185920, 141557760, 15728640]
+    assert [part.job.growth.users for part in made.parts[3:]] == [12, 4, 36]  # type: ignore[attr-defined]
+
+
 def test_random_weights_run(shape: Path, tmp_path: Path) -> None:
     """A shape of a few megabytes, through the whole command: neither weights nor tokenizer are there."""
     small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, "num_attention_heads": 4,
