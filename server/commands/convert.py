@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from model.calibration import Calibration
 from model.convert_folder import check_out
 from model.fetch import resolve_model
-from model.modes import Mode
 from server.commands.progress import progress
-from server.engine.errors import ConfigError
 from server.engine.units import format_bytes
 from server.tools.convert import Converted, ConvertOptions, convert
+from server.tools.fitting import fitter
 
 
 def run_convert(args: argparse.Namespace, cache_dir: Path, hub_endpoint: str | None) -> int:
@@ -22,13 +20,9 @@ def run_convert(args: argparse.Namespace, cache_dir: Path, hub_endpoint: str | N
     with progress() as shown:
         folder = resolve_model(args.model, cache_dir=cache_dir, progress=shown, hub_endpoint=hub_endpoint)
         options = ConvertOptions(args.attention, args.head_map, args.dtype)
-        done = convert(folder, out, options, _no_fit, shown)
+        done = convert(folder, out, options, fitter(folder, cache_dir, shown), shown)
     print(told(done))
     return 0
-
-
-def _no_fit(mode: Mode, head_map: str) -> Calibration:
-    raise ConfigError(f"--head-map {head_map} is not built yet; take --head-map mean")
 
 
 def told(done: Converted) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,17 @@ from safetensors.torch import load_file
 
 from model.calibration import Calibration
 from model.config import ModelConfig
-from model.heads import MeanHeads, RepeatHeads
+from model.fetch import default_cache_dir
+from model.heads import MeanHeads, NativeHeads, RepeatHeads
 from model.modes import Mode
 from model.progress import Silent
 from server.engine.errors import ConfigError
+from server.engine.variants import fitted
+from server.text.calibration import calibration_source
+from server.text.samples import held_out
+from server.text.tokenizer import Tokenizer
 from server.tools.convert import ConvertOptions, convert
+from server.tools.fitting import fitter
 from tests.support import checkpoints
 from tests.support.calibrations import heads_of, random_calibration
 from tests.support.command import InProcess, check_one_line
@@ -104,6 +111,54 @@ def test_aligned_fixed_is_the_default(tiny: Tiny, tmp_path: Path, head_map: str 
     expected = load_reference(out).logits(IDS)
     assert_same_logits(run_alone(decoder, IDS, heads_of(made, decoder)), expected)
     assert_same_logits(run_alone(load_decoder(out), IDS, RepeatHeads(2)), expected)
+
+
+def test_a_fit_is_made_kept_and_shared_with_serve(
+    here: InProcess, tiny_served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default for fewer heads, with nothing made up: the fit that `convert` made is the one that the
+    variant is served with, and both say what transformers says of the new folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    done = here("convert", str(tiny_served), "--attention", "mqa", str(out))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["Fitting mqa to this model (once)", f"writing {out}"]
+    assert "lossy, the answers change (head map aligned-fixed)" in done.stdout
+    again = here("convert", str(tiny_served), "--attention", "mqa", str(tmp_path / "again"))
+    assert again.stderr.splitlines() == [f"writing {tmp_path / 'again'}"]
+    written = (out / "model.safetensors").read_bytes()
+    assert written == (tmp_path / "again" / "model.safetensors").read_bytes()
+
+    source = calibration_source(tiny_served, tmp_path / "cache" / "headroom", Silent())
+    decoder = load_decoder(tiny_served)
+    kept = fitted(Mode("mqa", 1, True), "aligned-fixed", decoder, source)
+    expected = load_reference(out).logits(IDS)
+    assert_same_logits(run_alone(decoder, IDS, heads_of(kept, decoder)), expected)
+    assert_same_logits(run_alone(load_decoder(out), IDS, NativeHeads(1)), expected)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_default_model_as_mqa(smol: Path, tmp_path: Path) -> None:
+    """A real fit on real text: three ways the same, and far nearer to the original than the mean of heads."""
+    fit = fitter(smol, default_cache_dir(os.environ), Silent())
+    ids = held_out("prose", Tokenizer.from_folder(smol))[0]
+    original = load_reference(smol).logits(ids)
+    divergence = {}
+    for head_map in ("aligned-fixed", "mean"):
+        out = tmp_path / head_map
+        convert(smol, out, ConvertOptions("mqa", head_map, "float32"), fit, Silent())
+        logits = load_reference(out).logits(ids)
+        assert_same_logits(run_alone(load_decoder(out), ids, NativeHeads(1)), logits)
+        if head_map == "aligned-fixed":
+            decoder = load_decoder(smol)
+            variant = heads_of(fit(Mode("mqa", 1, True), head_map), decoder)
+            assert_same_logits(run_alone(decoder, ids, variant), logits)
+        log_p, log_q = original.log_softmax(-1), logits.log_softmax(-1)
+        divergence[head_map] = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+        shutil.rmtree(out)
+    print(divergence)
+    assert divergence["aligned-fixed"] < 1.5 < 5 < divergence["mean"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str], tuple[str, ...]]] = {
