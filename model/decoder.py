@@ -56,32 +56,37 @@ class Decoder:
             x += self._attention(index, layer, x, step, kv[index])
             if index == last:
                 x = x.index_select(0, wanted)  # nothing below mixes tokens
-            x += self._mlp(layer, x)
-        x = self._norm(x, self.weights.norm)
+            x += self.mlp(layer, x)
+        x = self.norm(x, self.weights.norm)
         return self.weights.lm_head.fp32(x)
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, step: _Step, kv: LayerKV) -> Tensor:
         """x `[T, hidden]` fp32 -> what attention adds to it."""
-        config = self.config
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        fused = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, head_dim)
-        q, k, v = fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
-        if layer.q_norm is not None:
-            q = self._norm(q, layer.q_norm)
-        q, k, v = step.map_heads(index, q, k, v, self._key_norm(layer))
-        attended = step.attention.forward(q, k, v, kv, config.windows[index])
+        q, k, v = self.qkv(layer, x)
+        q, k, v = step.map_heads(index, q, k, v, self.key_norm(layer))
+        attended = step.attention.forward(q, k, v, kv, self.config.windows[index])
         return step.project(index, attended.flatten(1), layer.o)
 
-    def _key_norm(self, layer: LayerWeights) -> KeyNorm:
-        weight = layer.k_norm
-        return (lambda k: k) if weight is None else (lambda k: self._norm(k, weight))
+    def qkv(self, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x `[T, hidden]` fp32 -> native q `[T, Hq, D]`, normed; k, v `[T, Hkv, D]`, k not normed yet."""
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        fused = layer.qkv(self.norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, self.config.head_dim)
+        q, k, v = fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
+        if layer.q_norm is not None:
+            q = self.norm(q, layer.q_norm)
+        return q, k, v
 
-    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+    def key_norm(self, layer: LayerWeights) -> KeyNorm:
+        """The layer's k-norm; it changes nothing where the checkpoint has none."""
+        weight = layer.k_norm
+        return (lambda k: k) if weight is None else (lambda k: self.norm(k, weight))
+
+    def mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """x `[T, hidden]` fp32 -> what the gated MLP adds to it."""
-        gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
+        gate, up = layer.gate_up(self.norm(x, layer.post_norm)).chunk(2, dim=-1)
         return layer.down(F.silu(gate) * up)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last axis, computed in fp32, in the dtype of the weights' products."""
         normed = F.rms_norm(x.float(), weight.shape, weight, self.config.rms_norm_eps)
         return normed.to(self.weights.embed.dtype)

@@ -184,13 +184,13 @@ def test_bfloat16_is_no_worse_than_transformers(tiny: Tiny, family: str) -> None
 
 def test_the_residual_stream_of_a_bfloat16_model_is_fp32(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 it would be rounded twice a layer, which the rule above would still let pass."""
-    norm, seen = Decoder._norm, []
+    norm, seen = Decoder.norm, []
 
     def noted(self: Decoder, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         seen.append((x.dtype, weight.dtype))
         return norm(self, x, weight)
 
-    monkeypatch.setattr(Decoder, "_norm", noted)
+    monkeypatch.setattr(Decoder, "norm", noted)
     decoder = load_decoder(tiny(family="llama", dtype=torch.bfloat16), torch.bfloat16)
     run_alone(decoder, some_ids(5), native_heads(decoder))
     assert seen == [(torch.float32, torch.float32)] * (2 * decoder.config.num_layers + 1)

@@ -131,13 +131,13 @@ def test_sizes_stay_near_one(
         config, num_layers=depth, windows=(None,) * depth, tie_embeddings=tied, vocab_size=1000
     )
     streams: list[Tensor] = []
-    norm = Decoder._norm
+    norm = Decoder.norm
 
     def seen(self: Decoder, x: Tensor, weight: Tensor) -> Tensor:
         streams.append(x)
         return norm(self, x, weight)
 
-    monkeypatch.setattr(Decoder, "_norm", seen)
+    monkeypatch.setattr(Decoder, "norm", seen)
     weights = draw(config, dtype=dtype)
     assert weights.lm_head.shares(weights.embed) == tied
     logits = logits_of(config, weights)
