@@ -7,7 +7,6 @@ read. The maps come after the weights: those of reduced modes may be fitted to t
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from model.aligned import aligned_heads
+from model.calibrate import METHOD, calibrate
 from model.calibration import HEAD_MAPS, Calibration, load_or_fit
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -25,20 +25,6 @@ from model.modes import Heads, Mode, parse_modes
 from model.progress import Progress
 from server.engine.errors import ConfigError
 from server.engine.options import EngineOptions
-
-METHOD = "1"  # raised when the fit changes, so that older ones are made again
-
-
-def calibrate(
-    decoder: Decoder, mode: Mode, ids: torch.Tensor, *, kind: str, progress: Callable[[float], None]
-) -> Calibration:
-    """The fit of `model.calibrate`, where it is built."""
-    try:
-        module = importlib.import_module("model.calibrate")
-    except ModuleNotFoundError:
-        raise ConfigError(f"--head-map {kind} is not built yet; take --head-map mean") from None
-    made: Calibration = module.calibrate(decoder, mode, ids, kind=kind, progress=progress)
-    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,10 +173,37 @@ def test_the_start_table_of_several_modes(tiny_served: Path) -> None:
         assert '"model":"tiny@mqa"' in server.log()
 
 
+def test_a_fitted_mode_is_fitted_once(tiny_served: Path, tmp_path: Path) -> None:
+    """Told in one line where there is no terminal, kept in the user's cache, and shown with what it owns.
+
+    Two layers of W_O [64, 64], v_in [16, 32], factors [2, 4, 16] and columns, beside 123,200 weights.
+    """
+    flags = ["--dtype", "float32", "--kv-memory", "128KiB", "--served-model-name", "tiny"]
+    flags += ["--attention", "native,mqa"]
+    asked = {"model": "tiny@mqa", "prompt": "The old clockmaker", "max_tokens": 12, "temperature": 0}
+    answers = []
+    for fits in (1, 0):
+        with running(tiny_served, *flags, env={"XDG_CACHE_HOME": str(tmp_path)}) as server:
+            assert server.log().count("Fitting mqa to this model (once)\n") == fits
+            assert (
+                "warning: mqa is lossy: 1 KV head for the checkpoint's 2 (head map aligned)" in server.log()
+            )
+            (row,) = (line.split() for line in server.log().splitlines() if line.startswith("mqa "))
+            assert " ".join(row[:-3]) == "mqa 1 256 B 512 1 at 512 aligned, lossy"
+            (model,) = (m for m in server.http.get("/v1/models").json()["data"] if m["lossy"])
+            assert (model["id"], model["head_map"]) == ("tiny@mqa", "aligned")
+            answers.append(server.http.post("/v1/completions", json=asked).json()["choices"])
+        assert 36 <= float(row[-3]) < 48 and row[-2] == "KiB", row
+        share = float(row[-1].strip("(%)")) / 100
+        assert share == pytest.approx(float(row[-3]) * 1024 / (4 * 123_200), abs=0.001)
+    assert answers[0] == answers[1]
+    assert len(list((tmp_path / "headroom/calibrations").glob("*.safetensors"))) == 1
+
+
 def test_torchs_own_words_for_no_memory(
     here: InProcess, tiny_served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(*_: object) -> None:
+    def build(*_: object, **__: object) -> None:
         torch.empty(2**50, dtype=torch.float32, device="cpu")
 
     monkeypatch.setattr("server.app.build_engine", build)
