@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,17 +60,19 @@ def cache_page(found: Found) -> str:
         Column("tokens/s of them all", lambda mode: _number(_full(mode))),
         Column("perplexity", lambda mode: _number(mode["quality"]["perplexity"], 2)),
         Column("KL to native, nats", lambda mode: f"{mode['quality']['kl']:.3f}"),
-        Column("same likeliest token", lambda mode: f"{mode['quality']['top1']:.1%}"),
+        Column("same likeliest token", lambda mode: f"{100 * mode['quality']['top1']:.1f} %"),
     )
     return "\n\n".join(
         [
-            f"{_where(found)} Times are the median and the 99th percentile in ms.",
+            _lines(f"{_where(found)} Times are the median and the 99th percentile in ms."),
             f"The same work: {setup['users']} users, each with {setup['prompt_tokens']} tokens in and "
             f"{setup['output_tokens']} out.",
             _table(found, work),
-            f"The same pool of {format_bytes(setup['pool_bytes'])}, filled by users of {setup['context']} "
-            f"tokens each; and quality on {quality['text']} ({quality['licence']}), "
-            f"{quality['positions']:,} positions.",
+            _lines(
+                f"The same pool of {format_bytes(setup['pool_bytes'])}, filled by users of "
+                f"{setup['context']} tokens each; and quality on {quality['text']} ({quality['licence']}), "
+                f"{quality['positions']:,} positions."
+            ),
             _table(found, pool),
             f"![{_caption(found)}](cache-modes.png)",
         ]
@@ -94,8 +97,10 @@ def readme(found: Found) -> str:
     )
     return "\n\n".join(
         [
-            f"{_where(found)} Users have {setup['context']} tokens each; "
-            "[docs/cache.md](docs/cache.md#measured) has the rest.",
+            _lines(
+                f"{_where(found)} Users have {setup['context']} tokens each; "
+                "[docs/cache.md](docs/cache.md#measured) has the rest."
+            ),
             _table(found, columns),
             f"![{_caption(found)}]({PICTURE})",
         ]
@@ -161,11 +166,17 @@ def _table(found: Found, columns: tuple[Column, ...]) -> str:
     return "\n".join(lines)
 
 
+def _lines(text: str) -> str:
+    """A paragraph in lines as long as the rest of the page's."""
+    return textwrap.fill(text, 116, break_long_words=False, break_on_hyphens=False)
+
+
 def _where(found: Found) -> str:
     """One sentence: what was measured, on which machine, with which software, and when."""
     machine, setup = found["machine"], found["setup"]
     memory = "" if machine["memory_bytes"] is None else f", {format_bytes(machine['memory_bytes'])} of memory"
-    place = machine["gpu"] or f"{machine['cpu']} ({machine['threads']} threads{memory})"
+    cores = f"{machine['threads']} of {machine['cores']} cores"
+    place = machine["gpu"] or f"{machine['cpu']} ({cores}{memory})"
     version = found["headroom"] + (f" at `{found['commit']}`" if found["commit"] else "")
     return (
         f"{setup['model']} in {setup['dtype']} on {place}; PyTorch {machine['torch']}, Headroom {version}, "
