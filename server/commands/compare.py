@@ -54,7 +54,7 @@ def _measure(prepared: Prepared) -> BaseException | None:
     try:
         with progress() as shown:
             measure(prepared, shown)
-    except (KeyboardInterrupt, Exception) as error:
+    except (KeyboardInterrupt, SystemExit, Exception) as error:  # Ctrl-C, SIGTERM, a failure
         return error
     return None
 

@@ -68,8 +68,9 @@ def test_a_whole_run(folder: Path, tmp_path: Path) -> None:
     assert [line.split()[0] for line in parts] == [f"{n}/7" for n in range(1, 8)]
 
 
-def test_ctrl_c_keeps_what_is_done(folder: Path, tmp_path: Path) -> None:
-    """SIGINT to the whole process group, as a terminal sends it, once a mode is done."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_is_done(folder: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """Once a mode is done, Ctrl-C: SIGINT to the whole process group, as a terminal sends it; or SIGTERM."""
     path = tmp_path / "out.json"
     process = subprocess.Popen(
         [sys.executable, "-m", "server.cli", "compare", str(folder), "--device", "cpu", "--no-quality",
@@ -85,11 +86,15 @@ def test_ctrl_c_keeps_what_is_done(folder: Path, tmp_path: Path) -> None:
         said += line
         if line.startswith("2/6"):
             break
-    os.killpg(process.pid, signal.SIGINT)
+    if number is signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     out, rest = process.communicate()
     timer.cancel()
-    assert process.returncode == 130, said + rest
-    assert "Traceback" not in said + rest and rest.splitlines()[-1] == "headroom compare: interrupted"
+    assert process.returncode == code, said + rest
+    assert "Traceback" not in said + rest
+    assert number is signal.SIGTERM or rest.splitlines()[-1] == "headroom compare: interrupted"
     read = json.loads(path.read_text())
     assert read["complete"] is False
     native, mha, mqa = read["modes"]
