@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -127,12 +128,25 @@ def convert_folder(
 
 
 def check_out(out: Path) -> None:
-    """Raises ModelError unless `out` is a free name or an empty folder."""
-    if out.is_dir():
-        if any(out.iterdir()):
-            raise ModelError(f"{out} is not empty, and nothing is overwritten; name a new folder")
-    elif out.exists() or out.is_symlink():
-        raise ModelError(f"{out} is a file; name a new folder")
+    """Raises ModelError unless `out` is a free name or an empty folder, where a folder can be made."""
+    try:
+        if out.is_dir():
+            if any(out.iterdir()):
+                raise ModelError(f"{out} is not empty, and nothing is overwritten; name a new folder")
+        elif out.exists() or out.is_symlink():
+            raise ModelError(f"{out} is a file; name a new folder")
+        parent = _parent(out)
+        if not parent.is_dir():
+            raise ModelError(f"{parent} is a file, so {out} cannot be made; name a new folder")
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise ModelError(f"{out} cannot be made: {error.strerror}; name another folder") from error
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ModelError(f"{out} cannot be made: {parent} may not be written; name another folder")
+
+
+def _parent(out: Path) -> Path:
+    """What is there already of the way to `out`."""
+    return next(path for path in out.resolve().parents if path.exists())
 
 
 def _shards(job: _Job, limit: int) -> list[list[_Unit]]:
@@ -149,7 +163,7 @@ def _shards(job: _Job, limit: int) -> list[list[_Unit]]:
 
 
 def _check_room(out: Path, nbytes: int) -> None:
-    parent = next(path for path in out.absolute().parents if path.exists())
+    parent = _parent(out)
     free = shutil.disk_usage(parent).free
     if nbytes > free:
         raise ModelError(f"{out} needs {nbytes:,} bytes and {parent} has {free:,} left; name another disk")

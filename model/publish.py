@@ -45,6 +45,7 @@ def publish_new_folder(final: Path, build: Callable[[Path], None]) -> None:
     The rename refuses a folder that somebody filled meanwhile, so nothing is ever lost. Of a process that
     is killed outright, a folder `NAME.partial-...` stays beside it. Raises ModelError when the disk refuses.
     """
+    final = final.resolve()  # `.` and a link to a folder are no names to rename to
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with _fresh_folder(f"{final.name}.partial-", final.parent, build) as fresh:

@@ -20,7 +20,7 @@ from torch import Tensor
 from model.calibration import Calibration
 from model.config import ModelConfig
 from model.convert import AveragedRows, RepeatedRows, Rewrite, aligned_rows, no_form
-from model.convert_folder import Written, convert_folder
+from model.convert_folder import Written, check_out, convert_folder
 from model.errors import ModelError
 from model.heads import HeadMap, MeanHeads, NativeHeads, RepeatHeads
 from model.progress import Progress, Silent
@@ -279,6 +279,40 @@ def test_nothing_is_overwritten(tiny: Tiny, tmp_path: Path) -> None:
     convert(source, tmp_path / "some/where/new", no_layers)
     assert load_decoder(tmp_path / "empty").config.num_kv_heads == 1
     assert {path.name for path in tmp_path.iterdir()} == {"file", "link", "full", "empty", "some"}
+
+
+def test_a_place_where_nothing_can_be_made(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before anything is downloaded, fitted or written."""
+    (tmp_path / "file").write_text("mine")
+    for out, reason in (
+        (tmp_path / "file" / "out", "file is a file, so"),
+        (tmp_path / "file" / "deep" / "out", "file is a file, so"),
+        (tmp_path / ("x" * 300), "File name too long; name another folder"),
+        (tmp_path / ("x" * 300) / "out", "File name too long; name another folder"),
+    ):
+        with pytest.raises(ModelError, match=reason):
+            check_out(out)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ModelError, match=f"{tmp_path} may not be written"):
+        check_out(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", [".", "link", "there/../empty"])
+def test_an_empty_folder_by_another_name(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(empty)
+    monkeypatch.chdir(empty if name == "." else tmp_path)
+    convert(tiny(), Path(name), no_layers)
+    assert load_decoder(empty).config.num_kv_heads == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "there", "link"}
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_folder_filled_meanwhile_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
