@@ -146,9 +146,9 @@ def _read(path: Path, key: str, level: int) -> Calibration | None:
 
     Why a file that is there cannot be used is logged at `level`.
     """
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         with safe_open(path, framework="pt", device="cpu") as file:
             about = file.metadata() or {}
             if any(about.get(name) != value for name, value in _stamp(key).items()):

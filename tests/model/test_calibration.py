@@ -190,6 +190,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "Not a directory" in caplog.text
 
 
+def test_a_folder_that_cannot_even_be_looked_into(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Here for its name; one that the user may not enter fails in the same call."""
+    made = make()
+    assert load_or_fit(tmp_path / ("x" * 300), "key", lambda: made) is made
+    assert "cannot be kept" in caplog.text
+
+
 @pytest.mark.parametrize("trouble", [errno.ENOSPC, errno.EACCES, errno.EROFS])
 def test_a_disk_that_refuses_costs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, trouble: int
