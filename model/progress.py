@@ -9,7 +9,7 @@ class Progress(Protocol):
     """One phase at a time: `start` begins the next, `update` moves it. Never two calls at the same time."""
 
     def start(self, label: str, total: int | None) -> None:
-        """Begin a phase. `total`: its size in bytes, or tensors when converting; None if unknown."""
+        """Begin a phase. `total`: its size in bytes, or in steps of any kind; None if unknown."""
         ...
 
     def update(self, done: int) -> None:

@@ -18,9 +18,8 @@ from model.config import ModelConfig
 from model.linear import Linear, LinearBackend
 from model.weights import LayerWeights, ModelWeights
 
-_SPREAD = (
-    0.1  # of norm weights around 1 and of biases around 0: seen if one is dropped, small beside the rest
-)
+# Of norm weights around 1 and of biases around 0: seen if one is dropped, small beside the rest.
+_SPREAD = 0.1
 
 
 def random_weights(
