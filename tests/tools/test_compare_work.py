@@ -145,6 +145,15 @@ def test_users_that_fit(mode: Mode, users: int, context: int, block_size: int) -
     assert rehearse(dry(mode, block_size), Growth(crowd, found), pool, 256) > 0
 
 
+@pytest.mark.parametrize(("context", "block_size"), [(81, 16), (36, 5), (64, 16), (130, 32)])
+def test_a_pool_with_a_rest_holds_no_more_users(context: int, block_size: int) -> None:
+    """A last user who is let in and then sits out until another ends has not found room. Whatever is left
+    over beside whole users, in blocks."""
+    model, each = dry(MODES[0], block_size), blocks(context - 1, MODES[0], block_size)
+    for pool in range(2 * each, 4 * each + 1):
+        assert users_that_fit(model, pool, context) == pool // each, pool
+
+
 def test_where_the_next_user_waits(target: Target) -> None:
     """Contexts of two blocks leave no room between being let in and being full: nobody is pushed out."""
     mode = MODES[1]

@@ -80,8 +80,9 @@ def drive(
     """Add each arrival before its step, as user `first_user`, the next, ..., and step until all are answered.
 
     With `stop_at_trouble` the first preemption ends the run, or the first user who waits though a whole step
-    went by in which nobody read a prompt: only room can be wanting then. Everybody is sent away. Raises
-    RuntimeError if the engine fails.
+    went by in which nobody read a prompt: only room can be wanting then. Everybody is sent away. A user who
+    had to sit a step out ends nothing, as a preemption may follow; without one the trouble is that he waited.
+    Raises RuntimeError if the engine fails.
     """
     run = Run(tokens=[[] for _ in work])
     requests = [users.request(first_user + i, a.prompt, a.output) for i, a in enumerate(work)]
@@ -89,6 +90,7 @@ def drive(
     preemptions = engine.stats().preemptions
     decoding: set[int] = set()
     arrived = 0
+    sat_out = False
     while arrived < len(work) or engine.has_work:
         begin = time.perf_counter()
         while arrived < len(work) and work[arrived].step <= len(run.steps):
@@ -100,6 +102,7 @@ def drive(
         events = engine.step() if engine.has_work else []
         now = time.perf_counter()
         run.steps.append(now - begin)
+        sat_out |= nobody_reads and len(events) < before.running
         for event in events:
             if event.finish is FinishReason.ERROR:
                 raise RuntimeError(f"the engine failed: {event.error}")
@@ -117,6 +120,8 @@ def drive(
                 return run
         if on_step is not None:
             on_step()
+    if stop_at_trouble and sat_out:
+        run.trouble = "waited"
     return run
 
 
