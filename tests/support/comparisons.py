@@ -26,9 +26,12 @@ LLAMA_3_8B = {
 }
 
 
-def comparison_of(folder: Path, *, quality: bool = True, done: bool = True) -> Comparison:
-    """The default modes of a 9/3-head config in `folder`; with `done`, made-up results for each."""
-    options = CompareOptions(head_map="mean", context=64, device="cpu", quality=False)
+def comparison_of(
+    folder: Path, *, attention: tuple[str, ...] = (), quality: bool = True, done: bool = True
+) -> Comparison:
+    """Modes of the config in `folder`, which may have 9 query heads or 32 (default: the default ones); with
+    `done`, made-up results for each."""
+    options = CompareOptions(attention=attention, head_map="mean", context=64, device="cpu", quality=False)
     found = prepare(options, "tiny", folder, folder).comparison
     found.setup = replace(found.setup, quality=quality)
     if done:
@@ -38,7 +41,7 @@ def comparison_of(folder: Path, *, quality: bool = True, done: bool = True) -> C
                 mode.mode, peak, peak, peak, peak + 4096, 10**6, 0, Spread(10.5, 20.25), Spread(1.5, 2.5),
                 64, (100.0, 200.0, 300.0), 200.0,
             )  # fmt: skip
-            users = 36 // mode.kv_heads
+            users = 4 * mode.group
             curve = (Point(1, 50.0), Point(users, 12345.0 / mode.kv_heads))
             found.fixed_pool[mode.mode] = FixedPool(mode.mode, 589824, users, "preempted", curve)
             if quality:

@@ -13,17 +13,25 @@ import pytest
 
 from server.engine.errors import ConfigError
 from server.tools.compare.files import as_markdown, write_json
-from server.tools.compare.plot import check_matplotlib, write_plot
+from server.tools.compare.plot import check_matplotlib, draw, write_plot
 from server.tools.compare.results import Comparison
 from server.tools.compare.table import print_table
-from tests.support.comparisons import comparison_of
+from tests.support.comparisons import LLAMA_3_8B, comparison_of
 
+EVERY_MODE = ("mqa", "gqa2", "gqa4", "native", "gqa16", "mha")  # of 32 query and 8 KV heads
 NAMES = Path(__file__).parents[2] / "docs" / "tools.md"
 
 
 @pytest.fixture(scope="module")
 def folder(tiny: Callable[..., Path]) -> Path:
     return tiny(heads=9, kv_heads=3, hidden=144, vocab=512)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """Llama 3 8B's config.json, and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    return tmp_path
 
 
 @pytest.fixture
@@ -55,6 +63,24 @@ def test_the_table(found: Comparison, capsys: pytest.CaptureFixture[str]) -> Non
     assert table["same top-1 token"] == ["100.0 %", "100.0 %", "50.0 %"]
     assert "one more is preempted" in said and "measured on a|b.txt (CC0), 1,000 positions" in said
     assert all(len(line.rstrip()) <= 100 for line in said.splitlines())
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_many_modes_go_on_below(
+    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """In a terminal of any width every name and every cell is whole, and every mode is there once."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    found = comparison_of(llama, attention=EVERY_MODE)
+    print_table(found)
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= columns and not any("…" in line for line in lines)
+    heads = [line.split() for line in lines if line.split()[:1] and set(line.split()) <= set(EVERY_MODE)]
+    assert [name for head in heads for name in head] == list(EVERY_MODE)
+    peaks = [cell for line in lines if line.startswith("  peak live bytes") for cell in line.split()[3:]]
+    assert peaks == [f"{heads * 65536:,}" for heads in (1, 2, 4, 8, 16, 32)]
 
 
 def test_what_is_missing_is_a_dash(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +190,22 @@ def test_the_picture(folder: Path, tmp_path: Path, case: str) -> None:
     for panel in (pixels[: height // 2, : width // 2], pixels[: height // 2, width // 2 :],
                   pixels[height // 2 :, : width // 2], pixels[height // 2 :, width // 2 :]):  # fmt: skip
         assert 0.01 < float((panel.min(axis=-1) < 0.9).mean()) < 0.9, "a panel is empty, or all ink"
+
+
+@pytest.mark.parametrize("modes", [("mqa",), ("native", "mha", "mqa"), EVERY_MODE], ids=len)
+def test_no_label_of_the_picture_hides_another(llama: Path, modes: tuple[str, ...]) -> None:
+    """Over and under the bars, and whatever is written stays in the picture."""
+    pytest.importorskip("matplotlib")
+    figure = draw(comparison_of(llama, attention=modes))
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        words = [*axes.texts, *axes.get_xticklabels(), axes.title, axes.xaxis.label, axes.yaxis.label]
+        boxes = [(text.get_text(), text.get_window_extent()) for text in words if text.get_text()]
+        for _, box in boxes:
+            assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+        if axes.get_xscale() == "linear":
+            for i, (first, box) in enumerate(boxes):
+                assert not [second for second, other in boxes[i + 1 :] if box.overlaps(other)], first
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ def headline(found: Comparison) -> tuple[str, ...]:
     return (
         f"{setup.model}: {setup.family}, {setup.layers} layers{run}, {setup.q_heads} query heads and "
         f"{setup.kv_heads} KV heads of {setup.head_dim}; {weights}{setup.dtype}",
-        f"{where}; torch {machine.torch}; Headroom {version}; {found.date}",
+        f"{where}; torch {machine.torch}",
+        f"Headroom {version}; {found.date}",
     )
 
 

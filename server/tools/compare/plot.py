@@ -15,10 +15,13 @@ from server.tools.compare.results import Comparison, FixedWork
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _GREY = "#555555"
+_INCHES_A_MODE = 1.35  # of a panel: what the longest label under or over a bar takes
+_LEAST_PLACES = 3  # that a panel of bars has room for: one bar alone is no wall
 
 
 def check_matplotlib() -> None:
@@ -33,13 +36,19 @@ def check_matplotlib() -> None:
 
 
 def write_plot(found: Comparison, path: Path) -> None:
-    """A PNG with four panels."""
+    """A PNG of `draw`."""
+    draw(found).savefig(path, format="png", dpi=110)
+
+
+def draw(found: Comparison) -> Figure:
+    """Four panels, as wide as the modes need."""
     import matplotlib as mpl
 
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(12, 8.6), layout="constrained")  # no pyplot: no display, no global state
+        wide = max(12.0, 2 * (_INCHES_A_MODE * len(found.modes) + 1))
+        figure = Figure(figsize=(wide, 8.6), layout="constrained")  # no pyplot: no display, no global state
         axes = figure.subplots(2, 2)
         figure.suptitle(_title(found), fontsize=15, fontweight="bold", x=0.01, ha="left")
         figure.supxlabel(_footer(found), fontsize=8, color=_GREY, x=0.01, ha="left")
@@ -47,12 +56,12 @@ def write_plot(found: Comparison, path: Path) -> None:
         _draw_peak(axes[0, 1], found)
         _draw_curve(axes[1, 0], found)
         _draw_quality(axes[1, 1], found)
-        figure.savefig(path, format="png", dpi=110)
+        return figure
 
 
 def _title(found: Comparison) -> str:
     weights = " with random weights" if found.setup.random_weights else ", one checkpoint"
-    return f"{found.setup.model}{weights}, {len(found.modes)} attention modes"
+    return f"{found.setup.model}{weights}, {plural(len(found.modes), 'attention mode')}"
 
 
 def _footer(found: Comparison) -> str:
@@ -81,22 +90,28 @@ def _bars(axes: Axes, found: Comparison, values: list[float], labels: list[str])
     bars = axes.bar(_names(found), values, color=colours, width=0.6)
     axes.bar_label(bars, labels, padding=3, fontweight="bold")
     axes.margins(y=0.2)
+    _places(axes, len(values))
+
+
+def _places(axes: Axes, count: int) -> None:
+    """Room for `count` modes beside each other, at 0, 1, ..."""
+    more = max(0, _LEAST_PLACES - count) / 2
+    axes.set_xlim(-0.5 - more, count - 0.5 + more)
 
 
 def _draw_token(axes: Axes, found: Comparison) -> None:
-    sizes = [mode.bytes_per_token for mode in found.modes]
+    sizes = [float(mode.bytes_per_token) for mode in found.modes]
     axes.set_title("What one token takes in the cache", loc="left")
-    axes.set_ylabel("KiB a token")
-    _bars(axes, found, [size / 1024 for size in sizes], [f"{size:,} bytes" for size in sizes])
+    axes.set_ylabel("bytes a token")
+    _bars(axes, found, sizes, [f"{size:,.0f}" for size in sizes])
+    axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def _draw_peak(axes: Axes, found: Comparison) -> None:
     setup = found.setup
-    axes.set_title(
-        f"What the same work takes: {plural(setup.users, 'user')}, {setup.prompt_tokens} tokens in, "
-        f"{setup.output_tokens} out each",
-        loc="left",
-    )
+    axes.set_title("What the same work takes", loc="left")
+    who = "1 user" if setup.users == 1 else f"{setup.users:,} users, each"
+    axes.set_xlabel(f"{who} with {setup.prompt_tokens:,} tokens in and {setup.output_tokens:,} out")
     axes.set_ylabel("MiB of cache held by users, at the peak")
     done = [found.fixed_work.get(mode.mode) for mode in found.modes]
     sizes = [0 if work is None else work.peak_live_bytes for work in done]
@@ -117,7 +132,9 @@ def _draw_curve(axes: Axes, found: Comparison) -> None:
     if not found.fixed_pool:
         _empty(axes, "not measured")
         return
-    axes.set_xlabel("users decoding at once; × is the last who fits, with one more somebody is pushed out")
+    axes.set_xlabel(
+        "users decoding at once\n× is as many as fit: with one more, somebody is pushed out or waits"
+    )
     axes.set_ylabel("tokens per second, all users together")
     for mode, pool in found.fixed_pool.items():
         colour, marker = _style(found, mode)
@@ -135,7 +152,7 @@ def _draw_curve(axes: Axes, found: Comparison) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlim(0.8, most * 6)  # room for the last label
+    axes.set_xlim(0.8, most * 8)  # room for the last label
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
 
@@ -160,6 +177,7 @@ def _draw_quality(axes: Axes, found: Comparison) -> None:
         )
         axes.bar_label(memory, [f"{share:.0f} %\ncache"], padding=3)
         axes.bar_label(same, [f"{100 * row.top1:.0f} %\nsame"], padding=3)
+    _places(axes, len(measured))
     axes.set_xticks(
         range(len(measured)),
         [f"{mode.mode}\nperplexity {_short(found.quality[mode.mode].perplexity)}\n"
