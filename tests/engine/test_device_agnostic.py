@@ -17,13 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 from model.attention.reference import ReferenceAttention
 from model.config import ModelConfig
+from model.convert import AveragedRows, RepeatedRows, Rewrite, aligned_rows
+from model.convert_folder import convert_folder
 from model.decoder import Decoder
 from model.heads import NativeHeads, RepeatHeads, Variant
 from model.linear import PlainBackend
+from model.progress import Silent
 from model.random_weights import random_weights
 from server.engine.request import SamplingParams
 from server.engine.scoring import Scorer
+from server.engine.variants import CalibrationSource
 from tests.support.attention import CPU
+from tests.support.calibrations import random_calibration
 from tests.support.driving import fp32_engine, greedy_request, run
 from tests.support.engines import prompt_of
 
@@ -111,6 +116,41 @@ def test_scoring_random_weights_names_device_and_dtype(tiny: Callable[..., Path]
         list(scorer.logits([i % 120 for i in prompt_of(40)]))
     assert watched.faults == []
     assert watched.seen > 0
+
+
+@pytest.mark.parametrize("kind", ["aligned", "aligned-fixed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fitting_and_serving_a_reduced_mode_names_device_and_dtype(
+    tiny: Callable[..., Path], tmp_path: Path, kind: str, dtype: str
+) -> None:
+    """Biases and a sliding window too; then the fit is read from its file and served beside the mean's."""
+    folder = tiny(family="qwen2", window=24, heads=8, kv_heads=4)
+    text = [[(7 * i + j) % 120 for j in range(48)] for i in range(4)]
+    source = CalibrationSource(lambda: text, tmp_path, Silent())
+    options: dict[str, Any] = {"dtype": dtype, "attention": ("mqa", "gqa2", "native"), "kv_memory": 1 << 18}
+    with ExplicitFactories() as watched:
+        for _ in range(2):
+            engine = fp32_engine(folder, calibration=source, head_map=kind, **options)[0]
+        run(engine, [greedy_request([i % 120 for i in prompt_of(40)], 5, variant=v) for v in ("mqa", "gqa2")])
+        engine = fp32_engine(folder, head_map="mean", **options)[0]
+        run(engine, [greedy_request([i % 120 for i in prompt_of(40)], 5, variant="mqa")])
+    assert watched.faults == []
+    assert watched.seen > 0
+
+
+@pytest.mark.parametrize("rewrite", ["aligned-fixed", "mean", "repeat"])
+def test_converting_names_device_and_dtype(tiny: Callable[..., Path], tmp_path: Path, rewrite: str) -> None:
+    folder = tiny(family="qwen2", heads=8, kv_heads=4)
+    config = ModelConfig.from_folder(folder)
+    made = random_calibration(config, 2, free=False)
+    with ExplicitFactories() as watched:
+        rewrites: dict[str, Rewrite] = {
+            "aligned-fixed": aligned_rows(made, config),
+            "mean": AveragedRows(config, 2),
+            "repeat": RepeatedRows(config, 8),
+        }
+        convert_folder(folder, tmp_path / "out", config, rewrites[rewrite], dtype=None, progress=Silent())
+    assert watched.faults == []
 
 
 def test_the_mode_sees_what_it_should() -> None:
