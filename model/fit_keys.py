@@ -76,12 +76,6 @@ class KeyStatistics:
         return Slots(frequency.to(device), key.to(device), query.to(device))
 
 
-def as_pairs(x: Tensor) -> Tensor:
-    """`[..., D]` real -> `[..., D / 2]` complex: columns i and i + D/2."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.complex(first, second)
-
-
 def _strongest(strength: Tensor, free: bool) -> tuple[Tensor, Tensor]:
     """strength `[F, h]`, descending in h -> frequency and rank of each slot, `[F]` each, by frequency."""
     pairs, share = strength.shape

@@ -62,7 +62,7 @@ def parse_modes(texts: Iterable[str], heads: Heads) -> tuple[Mode, ...]:
         if mode.kv_heads in found:
             raise ModelError(
                 f"attention modes {found[mode.kv_heads]} and {text.strip()} are the same here "
-                f"({_count(mode.kv_heads)}); name it once"
+                f"({counted(mode.kv_heads)}); name it once"
             )
         found[mode.kv_heads] = text.strip()
         modes.append(mode)
@@ -90,9 +90,9 @@ def _mode(count: int, heads: Heads) -> Mode:
 def _fault(count: int, heads: Heads) -> str | None:
     """Why the checkpoint cannot have `count` KV heads."""
     if heads.q_heads % count:
-        return f"{_count(count)} cannot share {heads.q_heads} query heads equally"
+        return f"{counted(count)} cannot share {heads.q_heads} query heads equally"
     if count % heads.kv_heads and heads.kv_heads % count:
-        return f"{count} is neither a multiple nor a divisor of the checkpoint's {_count(heads.kv_heads)}"
+        return f"{count} is neither a multiple nor a divisor of the checkpoint's {counted(heads.kv_heads)}"
     return None
 
 
@@ -101,5 +101,6 @@ def _choices(heads: Heads) -> str:
     return f"with its KV heads, the checkpoint's modes are {modes}"
 
 
-def _count(heads: int) -> str:
+def counted(heads: int) -> str:
+    """`1 KV head`, `3 KV heads`."""
     return f"{heads} KV head{'' if heads == 1 else 's'}"

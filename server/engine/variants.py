@@ -21,7 +21,7 @@ from model.decoder import Decoder
 from model.errors import ModelError
 from model.heads import HeadMap, MeanHeads, NativeHeads, RepeatHeads, Variant
 from model.linear import LinearBackend
-from model.modes import Heads, Mode, parse_modes
+from model.modes import Heads, Mode, counted, parse_modes
 from model.progress import Progress
 from server.engine.errors import ConfigError
 from server.engine.options import EngineOptions
@@ -126,8 +126,7 @@ def map_name(variant: Variant, native: int) -> str:
 
 def lossy_warning(name: str, kv_heads: int, native: int, head_map: str) -> str:
     """What a user is told who serves fewer KV heads than the checkpoint has."""
-    heads = "1 KV head" if kv_heads == 1 else f"{kv_heads} KV heads"
     return (
-        f"{name} is lossy: {heads} for the checkpoint's {native} (head map {head_map}); "
+        f"{name} is lossy: {counted(kv_heads)} for the checkpoint's {native} (head map {head_map}); "
         f"`headroom compare` measures the cost"
     )

@@ -10,17 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.aligned import AlignedHeads, aligned_heads
 from model.calibrate import calibrate
 from model.calibration import Calibration
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.errors import ModelError
-from model.fit_keys import KeyStatistics, Slots, as_pairs
+from model.fit_keys import KeyStatistics, Slots
 from model.heads import HeadMap, MeanHeads
-from model.linear import choose_linear_backend
 from model.modes import Heads, parse_mode
 from tests.support import checkpoints
+from tests.support.calibrations import as_columns, as_pairs, heads_of
 from tests.support.decoding import load_decoder, native_heads, run_alone, some_ids
 from tests.support.equality import assert_same_logits
 
@@ -35,12 +34,6 @@ def fit(decoder: Decoder, mode: str, kind: str = "aligned", ids: Tensor | None =
     heads = Heads(decoder.config.num_heads, decoder.config.num_kv_heads)
     ids = windows(12, 64, seed=1) if ids is None else ids
     return calibrate(decoder, parse_mode(mode, heads), ids, kind=kind)
-
-
-def as_map(decoder: Decoder, calibration: Calibration) -> AlignedHeads:
-    embed = decoder.weights.embed
-    linear = choose_linear_backend(embed.device, embed.dtype)
-    return aligned_heads(calibration, device=embed.device, dtype=embed.dtype, linear=linear)
 
 
 def mean_kl(decoder: Decoder, head_map: HeadMap, texts: list[list[int]]) -> float:
@@ -74,7 +67,7 @@ def test_keys_that_are_multiples_of_one_another_need_one_slot_a_frequency(free: 
     q = torch.randn(200, 3, 16, generator=generator)
     common = as_pairs(torch.randn(200, 1, 16, generator=generator))
     factor = as_pairs(torch.randn(3, 16, generator=generator))
-    k = torch.cat(((common * factor).real, (common * factor).imag), dim=-1)  # k_h = a_h · c
+    k = as_columns(common * factor).float()  # k_h = a_h · c
     statistics = KeyStatistics(1)
     statistics.add(q, k)
     slots = statistics.slots(free=free)
@@ -120,11 +113,11 @@ def test_heads_that_are_copies_lose_nothing(tiny: Tiny, tmp_path: Path, family: 
     source = tiny(family=family, heads=8, kv_heads=4, window=window, seed=3)
     decoder = load_decoder(with_copied_heads(source, tmp_path / "copies"))
     text = some_ids(80, seed=7)
-    reduced = run_alone(decoder, text, as_map(decoder, fit(decoder, "gqa2", kind)))
+    reduced = run_alone(decoder, text, heads_of(fit(decoder, "gqa2", kind), decoder))
     assert_same_logits(reduced, run_alone(decoder, text, native_heads(decoder)))
     # The same heads in another order are not copies of their neighbours, and lose much.
     whole = load_decoder(source)
-    lossy = run_alone(whole, text, as_map(whole, fit(whole, "gqa2", kind)))
+    lossy = run_alone(whole, text, heads_of(fit(whole, "gqa2", kind), whole))
     assert float((lossy - run_alone(whole, text, native_heads(whole))).abs().max()) > 0.1
 
 
@@ -140,7 +133,7 @@ def test_no_worse_than_the_mean_on_random_checkpoints(
             tmp_path / str(seed), heads=heads, kv_heads=heads, head_dim=8, hidden=64, seed=seed
         )
         decoder = load_decoder(folder)
-        ours = mean_kl(decoder, as_map(decoder, fit(decoder, mode, kind, windows(16, 64, seed=1))), texts)
+        ours = mean_kl(decoder, heads_of(fit(decoder, mode, kind, windows(16, 64, seed=1)), decoder), texts)
         mean = mean_kl(decoder, MeanHeads(reduced.kv_heads), texts)
         assert ours <= mean, f"seed {seed}: {ours:.4f} against {mean:.4f}"
 
@@ -176,8 +169,8 @@ def test_works_from_packed_bfloat16(tiny: Tiny) -> None:
     folder = tiny(heads=8, kv_heads=4)
     exact, packed = load_decoder(folder), load_decoder(folder, torch.bfloat16)
     text = [some_ids(64, seed=9)]
-    ours = mean_kl(packed, as_map(packed, fit(packed, "gqa2")), text)
-    assert ours == pytest.approx(mean_kl(exact, as_map(exact, fit(exact, "gqa2")), text), rel=0.1)
+    ours = mean_kl(packed, heads_of(fit(packed, "gqa2"), packed), text)
+    assert ours == pytest.approx(mean_kl(exact, heads_of(fit(exact, "gqa2"), exact), text), rel=0.1)
 
 
 def test_what_cannot_be_fitted_is_refused_with_the_reason(tiny: Tiny) -> None:
