@@ -180,6 +180,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "absurd context": ({"max_position_embeddings": 2**31}, r"embeddings is 2147483648; it must be at most"),
     "flag": ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings is 'yes'; it must be true or false"),
     "eps": ({"rms_norm_eps": float("nan")}, r"rms_norm_eps is nan"),
+    "eps that no float holds": (
+        {"rms_norm_eps": 10**400},
+        r"rms_norm_eps is 10+; it must be a number above 0",
+    ),
+    "theta that no float holds": ({"rope_theta": 10**400}, r"rope_theta is 10+; it must be a number above 0"),
     "eos": ({"eos_token_id": ["</s>"]}, r"eos_token_id is \['</s>'\]"),
     "bos": ({"bos_token_id": "<s>"}, r"bos_token_id is '<s>'"),
     "dtype": ({"torch_dtype": "float8_e4m3fn"}, r"torch_dtype is 'float8_e4m3fn'; .*bfloat16"),
