@@ -47,8 +47,8 @@ def calibrate(
     """The fit of a reduced `mode` to `decoder` on the text `ids` `[W, T]` int64: W windows of T tokens.
 
     `kind` is `aligned` or `aligned-fixed`. `progress` is told the share that is done after each layer. Needs
-    memory for two streams, `2 * W * T * hidden` fp32, and one layer's heads beside them. Raises ModelError
-    where the fit cannot apply, with the reason.
+    memory for two streams, `2 * W * T * hidden` fp32, one layer's heads beside them, and what is made: fp32
+    too, mostly each layer's W_O. Raises ModelError where the fit cannot apply, with the reason.
     """
     _check(decoder, mode, ids, kind)
     windows = _Windows.of(decoder, ids)
@@ -109,11 +109,8 @@ class _Windows:
 
 def _fit_layer(decoder: Decoder, index: int, mode: Mode, kind: str, windows: _Windows) -> LayerFit:
     """One layer's fit; takes both streams to the next layer."""
-    layer, keys, values = (
-        decoder.weights.layers[index],
-        KeyStatistics(mode.kv_heads),
-        ValueStatistics(mode.kv_heads),
-    )
+    layer = decoder.weights.layers[index]
+    keys, values = KeyStatistics(mode.kv_heads), ValueStatistics(mode.kv_heads)
     o, bias = _projection(decoder, index)
     gap = windows.native - windows.reduced
     heads = []  # of the reduced stream, by window
@@ -179,8 +176,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 
 def _projection(decoder: Decoder, index: int) -> tuple[Tensor, Tensor | None]:
-    """The native W_O `[hidden, Hq * D]` and its bias in fp32; its own layout is opaque, so an
-    identity goes through it."""
+    """The native W_O `[hidden, Hq * D]` and its bias in fp32.
+
+    How the weight is laid out is its backend's secret, so an identity goes through it.
+    """
     config, embed = decoder.config, decoder.weights.embed
     linear, width = decoder.weights.layers[index].o, config.num_heads * config.head_dim
     columns = linear.fp32(torch.eye(width, dtype=embed.dtype, device=embed.device))
@@ -193,7 +192,7 @@ def _projection(decoder: Decoder, index: int) -> tuple[Tensor, Tensor | None]:
 def _head_map(fit: LayerFit, mode: Mode, kind: str) -> AlignedHeads:
     """The map of one layer, in fp32."""
     linear = PlainBackend(reason="one layer of a fit")
-    one = Calibration.of(kind, mode.kv_heads, (fit,))
+    one = Calibration(kind, mode.kv_heads, (fit,), digest="")  # nothing is cached under it
     return aligned_heads(one, device=fit.o.device, dtype=torch.float32, linear=linear)
 
 

@@ -94,7 +94,8 @@ def _map(
 
 def fitted(mode: Mode, head_map: str, decoder: Decoder, source: CalibrationSource) -> Calibration:
     """The calibration of a reduced mode: the one kept for this checkpoint, text and method, or a new one,
-    which takes up to a minute and is kept. Raises ModelError where `head_map` cannot apply."""
+    about as much work as two passes of the text through the model, which is kept. Raises ModelError where
+    `head_map` cannot apply."""
     embed = decoder.weights.embed
     windows = source.windows()
     if max(map(max, windows)) >= embed.shape[0]:
