@@ -8,6 +8,7 @@ of the files stays mapped: a file that changes later changes nothing here.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from model.expected import EMBED, LM_HEAD, NORM, check_tensors, layer_prefix, la
 from model.linear import Linear, LinearBackend
 from model.weights import LayerWeights, ModelWeights
 
-_SAMPLE = 4096  # bytes of each tensor that go into the fingerprint
+_SAMPLE = 4096  # bytes of each tensor that go into the fingerprint as they are, beside a checksum of all
 
 
 class _Digest(Protocol):
@@ -127,9 +128,11 @@ def _add_config(digest: _Digest, folder: Path) -> None:
 
 
 def _add_tensors(digest: _Digest, tensors: Mapping[str, Tensor]) -> None:
-    """Name, dtype, shape and a sample from the middle of each tensor; hashing all would double the load."""
+    """Name, dtype, shape, a sample and a checksum of each tensor. A fit is kept by it, so any change counts;
+    a cryptographic hash of all would double the load."""
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.reshape(-1).view(torch.uint8)
         begin = max(0, (flat.numel() - _SAMPLE) // 2)
         digest.update(flat[begin : begin + _SAMPLE].numpy().tobytes())
+        digest.update(zlib.crc32(flat.numpy().data).to_bytes(4, "big"))

@@ -109,6 +109,18 @@ def test_fingerprint_is_that_of_the_files(copied: Path, sharded: Path, tmp_path:
     assert len({first, second, load(copied).fingerprint}) == 3
 
 
+@pytest.mark.parametrize("place", [0, -1, 1000])
+def test_any_value_changes_the_fingerprint(copied: Path, place: int) -> None:
+    """A fitted head map is kept by it: one value anywhere in a large tensor makes another checkpoint."""
+    first = load(copied).fingerprint
+    tensors = all_tensors(copied)
+    changed = tensors[PREFIX + "mlp.up_proj.weight"].view(-1)
+    assert changed.nbytes > 16384, "much larger than what is hashed as it is"
+    changed[place] += 1
+    rewrite(copied, tensors)
+    assert load(copied).fingerprint != first
+
+
 _MEASURE = """
 import sys, torch
 from pathlib import Path
