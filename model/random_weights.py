@@ -34,7 +34,11 @@ def random_weights(
     embed, norm, lm_head = _ends(config, draw)
     layers = tuple(_layer(config, draw) for _ in range(config.num_layers))
     return ModelWeights(
-        embed=embed, layers=layers, norm=norm, lm_head=lm_head, fingerprint=_fingerprint(config, seed)
+        embed=embed,
+        layers=layers,
+        norm=norm,
+        lm_head=lm_head,
+        fingerprint=_fingerprint(config, seed, device, dtype),
     )
 
 
@@ -89,9 +93,9 @@ def _layer(config: ModelConfig, draw: _Draw) -> LayerWeights:
     )
 
 
-def _fingerprint(config: ModelConfig, seed: int) -> str:
-    """A digest of the config and the seed, which between them say all that there is to say."""
-    digest = hashlib.sha256(f"random weights, seed {seed}\n".encode())
+def _fingerprint(config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype) -> str:
+    """A digest of all that may decide what is drawn."""
+    digest = hashlib.sha256(f"random weights, seed {seed}, {device.type}, {dtype}\n".encode())
     for field in fields(config):
         value = getattr(config, field.name)
         digest.update(f"{field.name}={sorted(value) if isinstance(value, frozenset) else value}\n".encode())

@@ -16,7 +16,7 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 from model.heads import RepeatHeads
 from model.linear import Linear, PlainBackend, choose_linear_backend
-from model.random_weights import random_weights
+from model.random_weights import _fingerprint, random_weights
 from model.weights import LayerWeights, ModelWeights
 from tests.support.attention import CPU
 from tests.support.decoding import native_heads, run_alone, some_ids
@@ -183,3 +183,12 @@ def test_the_fingerprint_knows_every_field(tiny: Callable[..., Path]) -> None:
     base = draw(config).fingerprint
     for change in ({"eos_token_ids": frozenset({5})}, {"rope": dataclasses.replace(config.rope, theta=7.0)}):
         assert draw(dataclasses.replace(config, **change)).fingerprint != base
+
+
+def test_other_numbers_have_another_fingerprint(tiny: Callable[..., Path]) -> None:
+    """A fit is kept by the fingerprint; the generator of another device draws other numbers."""
+    config = ModelConfig.from_folder(tiny())
+    assert draw(config, dtype=torch.bfloat16).fingerprint != draw(config).fingerprint
+    places = [torch.device(name) for name in ("cpu", "cuda:0", "cuda:1")]
+    cpu, first, second = (_fingerprint(config, 0, place, torch.float32) for place in places)
+    assert cpu == draw(config).fingerprint and first == second != cpu
