@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from model.fetch import resolve_model
@@ -72,10 +71,24 @@ def check_outputs(outputs: Outputs) -> None:
             raise ConfigError(f"{flag} {path}: is a folder; name a file")
         if not path.parent.is_dir():
             raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"{flag} {path}: may not be written here; name another place")
-    if len({path.absolute() for path in given.values()}) < len(given):
+        _try_out(flag, path)
+    if len({path.resolve() for path in given.values()}) < len(given):
         raise ConfigError(f"{' and '.join(given)} name the same file; give each its own")
+
+
+def _try_out(flag: str, path: Path) -> None:
+    """Opens it as the end of the work will: what was there stays, what was not is not left behind."""
+    there = path.exists()
+    if there and not path.is_file():
+        return  # a device or a pipe, whose other end may not be open yet
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path}: cannot be written ({error.strerror}); name another place"
+        ) from None
+    if not there:
+        path.unlink()
 
 
 def _write(found: Comparison, outputs: Outputs) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from server.commands.arguments import Group, Parser, count, names
+from server.commands.arguments import Group, Parser, count, modes
 from server.tools.compare.options import DEFAULT_MODES, CompareOptions, Outputs
 
 _DEFAULT = CompareOptions()
@@ -31,7 +31,7 @@ def add_compare_flags(parser: Parser) -> None:
 def _add_work(work: Group) -> None:
     work.add_argument(
         "--attention",
-        type=names,
+        type=modes,
         default=(),
         metavar="MODES",
         help="native, mha, mqa or gqaK, with commas between (default: "

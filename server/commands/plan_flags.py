@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.commands.arguments import Parser, count, names, size
+from server.commands.arguments import Parser, count, modes, size
 from server.engine.options import EngineOptions
 
 _ENGINE = EngineOptions()
@@ -34,7 +34,7 @@ def add_plan_flags(parser: Parser) -> None:
     )
     cache.add_argument(
         "--attention",
-        type=names,
+        type=modes,
         default=(),
         metavar="MODES",
         help="native, mha, mqa or gqaK, with commas between (default: every mode that the model can run in)",

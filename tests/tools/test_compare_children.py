@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
 
 import pytest
 
@@ -72,6 +73,23 @@ def test_ctrl_c_does_not_reach_it() -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
+
+
+def test_ctrl_c_while_it_starts_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is let through as soon as the child is there, before anybody listens to it."""
+    children: list[SpawnProcess] = []
+    start = SpawnProcess.start
+
+    def interrupted(self: SpawnProcess) -> None:
+        children.append(self)
+        start(self)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        in_a_process(Job("work"), Silent())
+    (child,) = children
+    assert child.exitcode == -signal.SIGKILL
 
 
 def test_errors_are_raised_here() -> None:

@@ -241,6 +241,7 @@ WRONG_WORDS = [
     (["m", "--random-weights", "--config", "x"], "--random-weights needs no model"),
     (["--text", "x", "--no-quality"], "--text is for quality"),
     (["--text", "x", "--random-weights", "--config", "x"], "--text is for quality"),
+    (["--attention", " ,"], "name at least one mode"),
     (["--context", "0"], "'0' is not a whole number of at least 1"),
     (["--head-map", "median"], "invalid choice: 'median'"),
 ]
@@ -265,7 +266,8 @@ REFUSALS = [
     (["--plot", "/nowhere/out.png"], "--plot /nowhere/out.png: there is no folder /nowhere"),
     (["--json", "/nowhere/out.json"], "--json /nowhere/out.json: there is no folder /nowhere"),
     (["--markdown", "/"], "--markdown /: is a folder"),
-    (["--json", "x", "--markdown", "./x"], "--json and --markdown name the same file"),
+    (["--json", "/proc/out.json"], "--json /proc/out.json: cannot be written"),
+    (["--json", "x", "--markdown", "server/../x"], "--json and --markdown name the same file"),
     (["--text", "/nowhere.txt"], "/nowhere.txt: No such file"),
 ]
 

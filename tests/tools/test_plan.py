@@ -304,6 +304,7 @@ def test_a_hub_id_costs_one_file(tmp_path: Path) -> None:
 
 BAD = {
     "mode": (["--attention", "gqa5"], {}, 1, "gqa5: 5 KV heads cannot share 32 query heads equally"),
+    "no mode": (["--attention", " ,"], {}, 2, "name at least one mode"),
     "no such mode": (["--attention", "native,mla"], {}, 1, "'mla' is not known"),
     "twice": (["--attention", "mha,gqa32"], {}, 1, "mha and gqa32 are the same here"),
     "context 0": (["--context", "0"], {}, 2, "--context: '0' is not a whole number of at least 1"),

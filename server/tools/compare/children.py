@@ -31,10 +31,10 @@ def in_a_process(job: Callable[[Progress], T], progress: Progress) -> T:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, job), daemon=True)
-    with _no_interrupt():  # a child keeps what its parent blocked
-        process.start()
-    theirs.close()
     try:
+        with _no_interrupt():  # a child keeps what its parent blocked
+            process.start()
+        theirs.close()  # else the end of the child would not be the end of the pipe
         return cast(T, _listen(ours, progress))
     except EOFError:
         process.join()
@@ -44,8 +44,9 @@ def in_a_process(job: Callable[[Progress], T], progress: Progress) -> T:
         ) from None
     finally:
         ours.close()
-        process.kill()
-        process.join()
+        if process.pid is not None:
+            process.kill()
+            process.join()
 
 
 def _listen(pipe: Connection, progress: Progress) -> object:
