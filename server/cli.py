@@ -208,7 +208,7 @@ def _compare(words: Sequence[str], env: Mapping[str, str]) -> int:
     from model.fetch import default_cache_dir
     from server.commands.compare import compare
 
-    config = None if args.config is None else Path(args.config)
+    config = None if args.config is None else Path(args.config).expanduser()
     model, endpoint = args.model or flags.DEFAULT_MODEL, env.get("HF_ENDPOINT") or None
     return compare(options, files, model, config, default_cache_dir(env), endpoint)
 

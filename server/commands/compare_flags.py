@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from server.commands.arguments import Group, Parser, count, modes
+from server.commands.shared_flags import HEAD_MAPS, add_block_size, add_machine_flags
 from server.tools.compare.options import DEFAULT_MODES, CompareOptions, Outputs
 
 _DEFAULT = CompareOptions()
@@ -14,7 +15,9 @@ _DEFAULT = CompareOptions()
 def add_compare_flags(parser: Parser) -> None:
     """What to compare, on what, and where to write it."""
     _add_work(parser.add_argument_group("what to compare"))
-    _add_machine(parser.add_argument_group("how to run it"))
+    machine = parser.add_argument_group("how to run it")
+    add_machine_flags(machine)
+    add_block_size(machine)
     _add_random(parser.add_argument_group("without a checkpoint"))
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -39,7 +42,7 @@ def _add_work(work: Group) -> None:
     )
     work.add_argument(
         "--head-map",
-        choices=["aligned", "aligned-fixed", "mean"],
+        choices=HEAD_MAPS,
         help="what makes fewer KV heads than the checkpoint's (default: aligned; mean with random weights)",
     )
     work.add_argument(
@@ -62,34 +65,6 @@ def _add_work(work: Group) -> None:
         help="measure quality on the start of this UTF-8 text (default: a text that comes with Headroom)",
     )
     work.add_argument("--no-quality", action="store_true", help="memory and speed only")
-
-
-def _add_machine(machine: Group) -> None:
-    machine.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default=_DEFAULT.device,
-        help="where to run (default: cuda if there is one)",
-    )
-    machine.add_argument(
-        "--dtype",
-        choices=["auto", "bfloat16", "float16", "float32"],
-        default=_DEFAULT.dtype,
-        help="of weights and cache (default: the checkpoint's own where this machine is fast in it)",
-    )
-    machine.add_argument(
-        "--block-size",
-        type=count(1),
-        default=_DEFAULT.block_size,
-        metavar="N",
-        help="tokens in a block (default: %(default)s)",
-    )
-    machine.add_argument(
-        "--threads",
-        type=count(1),
-        metavar="N",
-        help="CPU threads for arithmetic (default: one for each core)",
-    )
 
 
 def _add_random(random: Group) -> None:
@@ -127,7 +102,7 @@ def compare_options(args: argparse.Namespace, parser: Parser) -> CompareOptions:
         threads=args.threads,
         random_weights=args.random_weights,
         layers=args.layers,
-        text=None if args.text is None else Path(args.text),
+        text=None if args.text is None else Path(args.text).expanduser(),
         quality=not args.no_quality,
     )
 

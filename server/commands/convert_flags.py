@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from server.commands.arguments import Parser, name
+from server.commands.shared_flags import DTYPES, HEAD_MAPS
 
 
 def add_convert_flags(parser: Parser) -> None:
@@ -17,14 +18,14 @@ def add_convert_flags(parser: Parser) -> None:
     )
     heads.add_argument(
         "--head-map",
-        choices=["aligned", "aligned-fixed", "mean"],
+        choices=HEAD_MAPS,
         help="how fewer KV heads are made: aligned-fixed is fitted to a text and far better than mean; "
         "aligned can be served but not written (default: aligned-fixed; more KV heads repeat)",
     )
     weights = parser.add_argument_group("weights")
     weights.add_argument(
         "--dtype",
-        choices=["auto", "bfloat16", "float16", "float32"],
+        choices=("auto", *DTYPES),
         default="auto",
         help="of the weights that are written (default: each tensor's own)",
     )

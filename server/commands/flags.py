@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from server.commands.arguments import Group, Parser, count, key, modes, name, names, number, size
+from server.commands.shared_flags import HEAD_MAPS, add_block_size, add_machine_flags
 from server.config import ModelOptions, SamplingChoice, ServeOptions
 from server.engine.options import EngineOptions
 
@@ -17,7 +18,7 @@ MODEL_HELP = f"a folder, a hub id (organisation/model) or the alias {DEFAULT_MOD
 
 def add_model_flags(parser: Parser) -> None:
     """Everything that decides what is loaded and how large its cache is."""
-    _add_weights(parser.add_argument_group("model"))
+    add_machine_flags(parser.add_argument_group("model"))
     _add_attention(parser.add_argument_group("attention"))
     _add_cache(parser.add_argument_group("KV cache"))
     _add_batching(parser.add_argument_group("batching"))
@@ -36,27 +37,6 @@ def add_serve_flags(parser: Parser) -> None:
     _add_life(parser.add_argument_group("life"))
 
 
-def _add_weights(weights: Group) -> None:
-    weights.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="where to run (default: cuda if there is one)",
-    )
-    weights.add_argument(
-        "--dtype",
-        choices=["auto", "bfloat16", "float16", "float32"],
-        default="auto",
-        help="of weights and cache (default: the checkpoint's own where this machine is fast in it)",
-    )
-    weights.add_argument(
-        "--threads",
-        type=count(1),
-        metavar="N",
-        help="CPU threads for arithmetic (default: one for each core)",
-    )
-
-
 def _add_attention(attention: Group) -> None:
     attention.add_argument(
         "--attention",
@@ -68,7 +48,7 @@ def _add_attention(attention: Group) -> None:
     )
     attention.add_argument(
         "--head-map",
-        choices=["aligned", "aligned-fixed", "mean"],
+        choices=HEAD_MAPS,
         default=_ENGINE.head_map,
         help="how modes with fewer KV heads than the checkpoint make them: fitted to the checkpoint once, "
         "fitted in a form that `convert` can write, or averaged (default: %(default)s)",
@@ -89,13 +69,7 @@ def _add_cache(cache: Group) -> None:
         metavar="F",
         help="share of the GPU memory that weights and work leave free (default on CUDA: 0.9)",
     )
-    cache.add_argument(
-        "--block-size",
-        type=count(1),
-        default=_ENGINE.block_size,
-        metavar="N",
-        help="tokens in a block (default: %(default)s)",
-    )
+    add_block_size(cache)
     cache.add_argument(
         "--max-model-len",
         type=count(1),

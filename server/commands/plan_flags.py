@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from server.commands.arguments import Parser, count, modes, size
+from server.commands.shared_flags import DTYPES, add_block_size
 from server.engine.options import EngineOptions
 
 _ENGINE = EngineOptions()
@@ -41,16 +42,10 @@ def add_plan_flags(parser: Parser) -> None:
     )
     cache.add_argument(
         "--dtype",
-        choices=["bfloat16", "float16", "float32"],
+        choices=DTYPES,
         help="of weights and cache (default: all of them, the checkpoint's own first)",
     )
-    cache.add_argument(
-        "--block-size",
-        type=count(1),
-        default=_ENGINE.block_size,
-        metavar="N",
-        help="tokens in a block (default: %(default)s)",
-    )
+    add_block_size(cache)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", action="store_true", help="print JSON with exact bytes, as docs/tools.md describes it"

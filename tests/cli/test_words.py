@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 import server
+from model.calibration import HEAD_MAPS
 from server import cli
-from server.commands import flags
+from server.commands import flags, shared_flags
 from server.commands.arguments import Parser
 from server.config import ServeOptions
+from server.engine.device import DTYPES
 from server.engine.options import EngineOptions
 from tests.support.command import ROOT, check_one_line, headroom
 
@@ -144,6 +146,12 @@ def test_debug_recounts_and_tells_everything(monkeypatch: pytest.MonkeyPatch) ->
     options = served(monkeypatch, "--debug", "--log-level", "error")
     assert options.model.engine.debug
     assert options.log_level == "debug"
+
+
+def test_the_words_that_help_offers_are_those_there_are() -> None:
+    """Spelled out again where `--help` must not wait for torch."""
+    assert shared_flags.HEAD_MAPS == HEAD_MAPS
+    assert tuple(DTYPES) == shared_flags.DTYPES
 
 
 def test_one_or_two_words_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from model.modes import Heads, Mode, parse_mode
 from model.progress import Silent
-from server.tools.compare.drive import Run
+from server.engine.engine import Engine
+from server.tools.compare.drive import Run, drive
 from server.tools.compare.dry import DryModel, Pool, size_for_fixed_work, users_that_fit
 from server.tools.compare.fixed_pool import FixedPoolJob, Growth, rehearse
 from server.tools.compare.fixed_work import ROUNDS, FixedWorkJob
@@ -92,6 +94,28 @@ def test_the_dry_run_counts_the_peak(mode: Mode, users: int, context: int, block
     pool = size_for_fixed_work(dry(mode, block_size), users, context, batch_tokens=256)
     assert pool.peak == sum(blocks(context - 1 - 4 * user, mode, block_size) for user in range(users))
     assert pool.blocks == max(pool.peak, blocks(context, mode, block_size))
+
+
+@pytest.mark.parametrize(("users", "context", "block_size"), [(4, 512, 16), (4, 64, 16), (6, 129, 8)])
+def test_every_mode_has_the_same_schedule(users: int, context: int, block_size: int) -> None:
+    """In pools as small as they are made: step for step as many users and tokens, and blocks as KV heads."""
+    schedules = set()
+    for mode in MODES:
+        model = dry(mode, block_size)
+        size = size_for_fixed_work(model, users, context, 256)
+        engine = model.engine(size.blocks, users, context, 256)
+        steps: list[tuple[int, ...]] = []
+
+        def note(engine: Engine = engine, heads: int = mode.kv_heads, to: list[Any] = steps) -> None:
+            stats, (live,) = engine.stats(), engine.live_bytes().values()
+            to.append(
+                (stats.running, stats.waiting, stats.batched_tokens, stats.output_tokens, live // heads)
+            )
+
+        drive(engine, model.users(), fixed_work(users, context), on_step=note)
+        schedules.add(tuple(steps))
+    (steps_of_all,) = schedules
+    assert max(running for running, *_ in steps_of_all) == users
 
 
 @every_mode

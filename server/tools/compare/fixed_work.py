@@ -12,7 +12,7 @@ from server.tools.compare.drive import Run, Users, drive
 from server.tools.compare.dry import Pool
 from server.tools.compare.results import FixedWork, Spread
 from server.tools.compare.target import Demand, Target, make_engine
-from server.tools.compare.work import fixed_work
+from server.tools.compare.work import Arrival, fixed_work
 
 ROUNDS = 3
 _WARM_UP = 4  # output tokens of one user before the clock starts
@@ -56,8 +56,8 @@ class FixedWorkJob:
 
     def _runs(self, engine: Engine, vocab: int, progress: Progress) -> list[Run]:
         work = fixed_work(self.users, self.context)
-        warm = fixed_work(1, self.context - work[0].output + _WARM_UP)
-        drive(engine, Users(self.mode.name, vocab, "warm-up"), warm)
+        warm = Arrival(0, work[0].prompt, min(_WARM_UP, work[0].output))
+        drive(engine, Users(self.mode.name, vocab, "warm-up"), [warm])
         done = 0
 
         def count() -> None:

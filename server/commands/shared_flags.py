@@ -1,0 +1,44 @@
+"""Flags that several commands have, and the words that they take. No torch here: `--help` must be quick."""
+
+from __future__ import annotations
+
+from server.commands.arguments import Group, count
+from server.engine.options import EngineOptions
+
+HEAD_MAPS = ("aligned", "aligned-fixed", "mean")
+DTYPES = ("bfloat16", "float16", "float32")
+
+_ENGINE = EngineOptions()
+
+
+def add_machine_flags(group: Group) -> None:
+    """Where to run, in which dtype, on how many threads."""
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default=_ENGINE.device,
+        help="where to run (default: cuda if there is one)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default=_ENGINE.dtype,
+        help="of weights and cache (default: the checkpoint's own where this machine is fast in it)",
+    )
+    group.add_argument(
+        "--threads",
+        type=count(1),
+        metavar="N",
+        help="CPU threads for arithmetic (default: one for each core)",
+    )
+
+
+def add_block_size(group: Group) -> None:
+    """Tokens in a block."""
+    group.add_argument(
+        "--block-size",
+        type=count(1),
+        default=_ENGINE.block_size,
+        metavar="N",
+        help="tokens in a block (default: %(default)s)",
+    )
