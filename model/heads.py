@@ -119,7 +119,7 @@ class MeanHeads:
     def qkv(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `HeadMap.qkv`. Keys are averaged before `k_norm`, as a checkpoint with such heads would norm them."""
+        """See `HeadMap.qkv`. Keys are averaged before `k_norm`, as a checkpoint of such heads does it."""
         k = rotation.apply(k_norm(self._mean(k)))
         return rotation.apply(q), k, self._mean(v)
 

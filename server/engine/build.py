@@ -10,7 +10,7 @@ import torch
 
 from cache.audit import audit, summary, verify
 from cache.errors import CacheError
-from cache.layout import KVLayout, LayerGroup
+from cache.layout import KVLayout
 from cache.manager import CacheManager
 from cache.pool import KVPool
 from cache.state import VariantSpec
@@ -28,6 +28,7 @@ from server.engine.device import DTypeChoice, choose_device, choose_dtype
 from server.engine.engine import Engine
 from server.engine.errors import ConfigError
 from server.engine.facts import EngineFacts, VariantFacts
+from server.engine.layout import cache_layout
 from server.engine.measure import room_on_gpu
 from server.engine.memory import free_memory
 from server.engine.options import EngineOptions
@@ -119,8 +120,7 @@ def _frame(
     modes = modes_of(variants, config) if variants else choose_modes(options, config, calibration)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config.torch_dtype, device)
-    group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
-    layout = KVLayout((group,), options.block_size, dtype.dtype)
+    layout = cache_layout(config, options.block_size, dtype.dtype)
     longest = _longest(options, config, layout, modes, device)
     return _Frame(options, config, modes, device, dtype, layout, _limits(options, device), longest)
 

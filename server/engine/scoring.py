@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cache.errors import CacheError
-from cache.layout import KVLayout, LayerGroup
 from cache.pool import KVPool
 from model.attention.base import AttentionBackend
 from model.attention.choose import choose_attention_backend
@@ -28,6 +27,7 @@ from model.loader import load_weights
 from server.engine.batch import ForwardBatch, Shape, lone_batch
 from server.engine.device import choose_device, choose_dtype
 from server.engine.errors import ConfigError
+from server.engine.layout import cache_layout
 from server.engine.options import EngineOptions
 from server.engine.variants import CalibrationSource, choose_modes, make_variants
 
@@ -55,8 +55,7 @@ class Scorer:
         (default: `chunk_tokens`). Raises ConfigError if the device has no room for the pool."""
         config, weights = decoder.config, decoder.weights
         device = weights.embed.device
-        group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
-        layout = KVLayout((group,), BLOCK_SIZE, weights.embed.dtype)
+        layout = cache_layout(config, BLOCK_SIZE, weights.embed.dtype)
         self.variant = variant
         self.window = window
         self.chunk = chunk or chunk_tokens(window, config.vocab_size)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cache.layout import KVLayout, LayerGroup
+from cache.layout import KVLayout
 from model.config import ModelConfig
 from model.expected import parameter_count
 from model.modes import Heads, Mode, parse_modes, valid_modes
 from server.engine.device import DTYPES
 from server.engine.errors import ConfigError
+from server.engine.layout import cache_layout
 
 TAIL_BLOCK_SIZES = (8, 16, 32, 64, 128)
 DEFAULT_USERS = (1, 8, 64)  # alone, a few, and as many as `serve` runs at once by default
@@ -168,9 +169,8 @@ def _windows(config: ModelConfig) -> tuple[Window, ...]:
 
 
 def layout_of(config: ModelConfig, dtype: str, block_size: int) -> KVLayout:
-    """The cache's layout as `build_engine` makes it."""
-    group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
-    return KVLayout((group,), block_size, DTYPES[dtype])
+    """The cache's layout as `build_engine` makes it, of a dtype by name."""
+    return cache_layout(config, block_size, DTYPES[dtype])
 
 
 def _row(config: ModelConfig, mode: Mode, dtype: str, context: int, asked: int, options: PlanOptions) -> Row:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cache.layout import KVLayout, LayerGroup
+from cache.layout import KVLayout
 from model.config import ModelConfig, read_json_object
 from model.linear import LinearBackend
 from model.modes import Mode
@@ -22,6 +22,7 @@ from server.engine.build import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS, build_engine
 from server.engine.device import DTYPES
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
+from server.engine.layout import cache_layout
 from server.engine.options import EngineOptions
 from server.text.calibration import calibration_source
 
@@ -54,9 +55,7 @@ class Target:
 
     def layout(self, config: ModelConfig, layers: int | None = None) -> KVLayout:
         """The cache's layout for `layers` layers of `config` (default: all)."""
-        count = config.num_layers if layers is None else layers
-        group = LayerGroup(tuple(range(count)), config.num_kv_heads, config.head_dim)
-        return KVLayout((group,), self.block_size, DTYPES[self.dtype])
+        return cache_layout(config, self.block_size, DTYPES[self.dtype], layers)
 
     def run_layout(self, config: ModelConfig) -> KVLayout:
         """The layout of what is run, which may have fewer layers than `config`."""
