@@ -36,9 +36,11 @@ def grow(manager: CacheManager, slot: int, chain: TokenChain, tokens: int) -> No
     manager.advance(slot, tokens, chain)
 
 
-def opened(manager: CacheManager, mode: str, tokens: int = 128) -> tuple[int, int, TokenChain]:
-    account = manager.open_account(mode, mode)
-    chain = TokenChain(root_of(mode), 16, np.arange(tokens))
+def opened(
+    manager: CacheManager, mode: str, tokens: int = 128, root: str = ""
+) -> tuple[int, int, TokenChain]:
+    account = manager.open_account(f"{mode} {root}", mode)
+    chain = TokenChain(root_of(root or mode), 16, np.arange(tokens))
     return account, manager.open(account, chain, tokens).slot, chain
 
 
@@ -87,6 +89,21 @@ def test_the_modes_side_by_side_hold_one_to_three_to_nine() -> None:
     assert [v.mha_equivalent_bytes for v in report.variants] == [63 * BLOCK] * 3
     assert [round(v.saved_ratio, 9) for v in report.variants] == [0.888888889, 0.666666667, 0.0]
     assert report.states.live.bytes == sum(manager.live_bytes().values()) == 91 * BLOCK
+    reconcile(manager)
+
+
+def test_the_peak_counts_what_comes_back_from_the_prefix_index() -> None:
+    """Two prompts of 8 logical blocks, native, one after the other: 24 physical at most. Then both at once
+    find 7 of theirs, and before a token is computed 42 are live."""
+    manager = smol(80)
+    for root in ("one", "two"):
+        _, slot, chain = opened(manager, "native", root=root)
+        grow(manager, slot, chain, 128)
+        manager.close(slot)
+        assert manager.peak_live_bytes() == 24 * BLOCK
+    for root in ("one", "two"):
+        opened(manager, "native", root=root)
+    assert manager.live_bytes()["native"] == manager.peak_live_bytes() == 42 * BLOCK
     reconcile(manager)
 
 
