@@ -120,7 +120,7 @@ def _fit_layer(decoder: Decoder, index: int, mode: Mode, kind: str, windows: _Wi
         keys.add(q, k)
         values.add(v)
         heads.append((q, k, v))
-    if not _finite(*(part for parts in heads for part in parts)):
+    if not _finite(o, *(part for parts in heads for part in parts)):
         raise ModelError(_not_finite(decoder, index, kind))
     slots = keys.slots(free=kind == "aligned")
     v_in, start = values.subspace(o.view(len(o), decoder.config.num_kv_heads, -1, decoder.config.head_dim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,3 +194,15 @@ def test_what_cannot_be_fitted_is_refused_with_the_reason(tiny: Tiny) -> None:
     decoder.weights.embed[5, 3] = float("nan")
     with pytest.raises(ModelError, match=r"layer 0 .* not finite .* in float32"):
         fit(decoder, "mqa", ids=ids)
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.o_proj", "self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
+)
+def test_a_weight_that_is_not_finite_is_refused_with_its_layer(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(tiny(heads=8, kv_heads=4), tmp_path / "broken")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.layers.1.{name}.weight"][2, 3] = float("inf")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layer 1 .* not finite .* in float32"):
+        fit(load_decoder(folder), "mqa")
