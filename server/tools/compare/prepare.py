@@ -217,13 +217,13 @@ def _notes(target: Target, config: ModelConfig, modes: tuple[Mode, ...]) -> list
         notes.append("Random weights: memory and speed are those of the shape, and there is no quality.")
         if lossy:
             notes.append(
-                f"Modes with fewer KV heads ({lossy}) use the head map mean: an aligned one is fitted to "
-                "a checkpoint's weights, which random ones have not. The cache is the same either way."
+                f"Modes with fewer KV heads ({lossy}) use the head map mean, as there is no checkpoint to fit "
+                "an aligned one to. The cache is the same either way."
             )
         if target.layers != config.num_layers:
             notes.append(
                 f"Run with {target.layers} of {config.num_layers} layers: bytes a token are those of all, "
-                f"every other number is of what was run."
+                "every other number is of what was run."
             )
     elif lossy:
         notes.append(

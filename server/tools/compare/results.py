@@ -55,8 +55,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class FixedPool:
-    """Experiment B in one mode: `users` fill their context at once; with one more, somebody is `next_user`:
-    preempted, or waits for room where the contexts are too short for a preemption."""
+    """Experiment B in one mode: `users` fill their context at once; with one more, somebody `next_user`: was
+    preempted, or waited for room."""
 
     mode: str
     pool_bytes: int
