@@ -71,19 +71,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Without a handler, the first process of a container would ignore SIGTERM.
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        return commands[name](words[1:], os.environ)
+        code = commands[name](words[1:], os.environ)
+        sys.stdout.flush()  # here, where a full disk is still told in one line
+        return code
     except KeyboardInterrupt:
         print(f"\nheadroom {name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_unwritten()
         return 1
     except Exception as error:
         message = _for_user(error)
         if message is None:
             raise
         print(f"headroom {name}: {message}", file=sys.stderr)
+        _drop_unwritten()
         return 1
+
+
+def _drop_unwritten() -> None:
+    """What nobody takes is not tried again when Python ends, which would say so with a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_memory(error: Exception) -> bool:
@@ -105,8 +116,8 @@ def _for_user(error: Exception) -> str | None:
         return " ".join(str(error).split())
     if _is_memory(error):
         return "not enough memory for this model and its pool; lower --kv-memory, or take a smaller model"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror is not None:  # a disk, a pipe, a limit of the system
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return None
 
 

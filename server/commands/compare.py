@@ -92,9 +92,19 @@ def _try_out(flag: str, path: Path) -> None:
 
 
 def _write(found: Comparison, outputs: Outputs) -> None:
-    if outputs.json is not None:
-        write_json(found, outputs.json)
-    if outputs.markdown is not None:
-        write_markdown(found, outputs.markdown)
-    if outputs.plot is not None:
-        write_plot(found, outputs.plot)
+    """Each file, whatever becomes of the others. Raises ConfigError for those that cannot be written."""
+    files = (
+        ("--json", outputs.json, write_json),
+        ("--markdown", outputs.markdown, write_markdown),
+        ("--plot", outputs.plot, write_plot),
+    )
+    wrong = []
+    for flag, path, write in files:
+        if path is None:
+            continue
+        try:
+            write(found, path)
+        except OSError as error:
+            wrong.append(f"{flag} {path}: cannot be written ({error.strerror or error})")
+    if wrong:
+        raise ConfigError("; ".join(wrong))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import resource
 import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,34 +25,35 @@ from server.engine.device import DTYPES
 from server.engine.options import EngineOptions
 from tests.support.command import ROOT, check_one_line, headroom
 
+COMMANDS = ("serve", "generate", "chat", "fetch", "plan", "compare", "convert")
+
 
 def test_help() -> None:
     for words in ((), ("--help",), ("-h",), ("help",)):
         done = headroom(*words)
         assert done.returncode == 0
-        for command in ("serve", "generate", "chat", "fetch"):
-            assert f"\n  {command} [MODEL]" in done.stdout
+        for command in COMMANDS:
+            assert re.search(rf"\n  {command} \[?MODEL", done.stdout)
     assert headroom("--version").stdout == f"headroom {server.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "fetch"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command(command: str) -> None:
-    done = headroom(command, "--help")
-    assert done.returncode == 0
-    assert done.stdout.startswith(f"usage: headroom {command} ")
-    assert max(map(len, done.stdout.splitlines())) <= 100
-
-
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    """And it imports nothing heavy."""
     code = (
         "import sys; from server.cli import main\n"
-        "try: main(['serve', '--help'])\n"
+        f"try: main(['{command}', '--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'numpy', 'fastapi', 'pydantic', 'rich', 'asyncio'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: headroom {command} ")
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_help_is_quick() -> None:
     best = min(worked(headroom, "--help") for _ in range(3))
     assert best < 0.3, f"--help took {best:.2f} s of CPU"
 
@@ -239,3 +242,15 @@ def test_no_such_model(command: str, tmp_path: Path) -> None:
 def test_the_version_is_the_projects() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["version"] == server.__version__
+
+
+@pytest.mark.parametrize("words", [["plan", "MODEL"], ["plan", "MODEL", "--json"]], ids=" ".join)
+def test_a_full_disk_is_one_line(words: list[str], tiny: Callable[..., Path]) -> None:
+    """Output that cannot be written is told like any other fault, once."""
+    words = [str(tiny()) if word == "MODEL" else word for word in words]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "server.cli", *words],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "headroom plan: No space left on device\n")
