@@ -16,9 +16,10 @@ from model.modes import Heads, Mode, parse_modes, valid_modes
 from server.engine.device import DTYPES
 from server.engine.errors import ConfigError
 from server.engine.layout import cache_layout
+from server.engine.options import EngineOptions
 
 TAIL_BLOCK_SIZES = (8, 16, 32, 64, 128)
-DEFAULT_USERS = (1, 8, 64)  # alone, a few, and as many as `serve` runs at once by default
+DEFAULT_USERS = (1, 8, EngineOptions().max_num_seqs)  # alone, a few, and as many as `serve` runs at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,21 +10,6 @@ from server.tools.compare.prepare import prepare
 from server.tools.compare.results import Comparison, FixedPool, FixedWork, Point, Spread
 from server.tools.quality import QualityRow
 
-# config.json of Llama 3 8B, as far as it shapes a decoder; the vocabulary does not matter here.
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-}
-
 
 def comparison_of(
     folder: Path, *, attention: tuple[str, ...] = (), quality: bool = True, done: bool = True

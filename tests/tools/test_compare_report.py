@@ -16,7 +16,8 @@ from server.tools.compare.files import as_markdown, write_json
 from server.tools.compare.plot import check_matplotlib, draw, write_plot
 from server.tools.compare.results import Comparison
 from server.tools.compare.table import print_table
-from tests.support.comparisons import LLAMA_3_8B, comparison_of
+from tests.support.comparisons import comparison_of
+from tests.support.shapes import LLAMA_3_8B
 
 EVERY_MODE = ("mqa", "gqa2", "gqa4", "native", "gqa16", "mha")  # of 32 query and 8 KV heads
 NAMES = Path(__file__).parents[2] / "docs" / "tools.md"

@@ -217,8 +217,8 @@ def _notes(target: Target, config: ModelConfig, modes: tuple[Mode, ...]) -> list
         notes.append("Random weights: memory and speed are those of the shape, and there is no quality.")
         if lossy:
             notes.append(
-                f"Modes with fewer KV heads ({lossy}) use the head map mean, as there is no checkpoint to fit "
-                "an aligned one to. The cache is the same either way."
+                f"Modes with fewer KV heads ({lossy}) use the head map mean, as there is no checkpoint to "
+                "fit an aligned one to. The cache is the same either way."
             )
         if target.layers != config.num_layers:
             notes.append(
