@@ -147,7 +147,7 @@ def _read(path: Path, key: str, level: int) -> Calibration | None:
     Why a file that is there cannot be used is logged at `level`.
     """
     try:
-        if not path.exists():
+        if not path.is_file():  # a pipe would be waited for
             return None
         with safe_open(path, framework="pt", device="cpu") as file:
             about = file.metadata() or {}

@@ -171,6 +171,16 @@ def test_a_file_that_cannot_be_used_is_replaced(
     assert_same(load_or_fit(tmp_path, "key", forbidden), second)
 
 
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+    first, second = make(1), make(2)
+    load_or_fit(tmp_path, "key", lambda: first)
+    file = only_file(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    assert load_or_fit(tmp_path, "key", lambda: second) is second
+    assert_same(load_or_fit(tmp_path, "key", forbidden), second)
+
+
 def test_a_fit_that_fails_leaves_nothing(tmp_path: Path) -> None:
     def fails() -> Calibration:
         raise ModelError("no")
