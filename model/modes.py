@@ -45,7 +45,8 @@ def parse_mode(text: str, heads: Heads) -> Mode:
     fixed = {"native": heads.kv_heads, "mha": heads.q_heads, "mqa": 1}
     match = _GQA.fullmatch(text)
     if text not in fixed and match is None:
-        raise ModelError(f"attention mode {text!r} is not known; {_choices(heads)}")
+        named = repr(text) if len(text) <= 40 else f"{text[:40]!r}..."
+        raise ModelError(f"attention mode {named} is not known; {_choices(heads)}")
     count = fixed[text] if match is None else int(match[1])
     fault = _fault(count, heads)
     if fault is not None:

@@ -110,9 +110,9 @@ def _for_user(error: Exception) -> str | None:
     """The one line for a fault that the user can mend; None for a bug of ours."""
     from model.errors import ModelError
     from server.engine.errors import ConfigError
-    from server.text.errors import RequestError
+    from server.text.errors import GenerationError, RequestError
 
-    if isinstance(error, (ModelError, ConfigError, RequestError)):
+    if isinstance(error, (ModelError, ConfigError, RequestError, GenerationError)):
         return " ".join(str(error).split())
     if _is_memory(error):
         return "not enough memory for this model and its pool; lower --kv-memory, or take a smaller model"

@@ -14,7 +14,7 @@ def too_long(name: str, tokens: str, limit: int) -> RequestError:
     """A prompt that fills the context, or more, whatever is asked for."""
     way = "Shorten it."
     if limit < 2:  # one token in, one out; some modes of a small pool have not even that
-        way = "No prompt fits: the pool is too small for this attention mode. Ask for another mode."
+        way = "No prompt fits: there is too little room for this attention mode. Ask for another mode."
     return RequestError(
         f"{name} has {tokens} tokens; prompt and output together may have {limit}. {way}", name, CODE
     )

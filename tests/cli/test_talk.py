@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.support import checkpoints
 from tests.support.command import ROOT, InProcess, check_one_line, headroom
@@ -50,6 +52,15 @@ def test_generate_here(here: InProcess, chain: Path) -> None:
     assert done.stdout == " world\n"
     check_one_line(here("generate", str(chain), "", *FLAGS), "prompt")
     check_one_line(here("generate", str(chain), "Hello", "--max-tokens", "999999", *FLAGS), "999999")
+
+
+def test_an_answer_that_fails_is_one_line(here: InProcess, chain: Path, tmp_path: Path) -> None:
+    """Weights that are not numbers: found when the first token is drawn."""
+    folder = shutil.copytree(chain, tmp_path / "broken")
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["lm_head.weight"][5, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    check_one_line(here("generate", str(folder), "Hello", *FLAGS), "logits are not finite")
 
 
 def test_generate_in_another_mode(here: InProcess, chain: Path) -> None:

@@ -82,3 +82,9 @@ def test_spellings() -> None:
     assert spellings(parse_mode("mha", SMOL), SMOL) == ("mha", "gqa9")
     assert spellings(parse_mode("native", SMOL), SMOL) == ("native", "gqa3")
     assert spellings(parse_mode("native", Heads(4, 4)), Heads(4, 4)) == ("native", "mha", "gqa4")
+
+
+def test_a_long_word_is_not_repeated_whole() -> None:
+    with pytest.raises(ModelError, match=r"^attention mode 'x{40}'\.\.\. is not known; ") as caught:
+        parse_mode("x" * 5000, Heads(9, 3))
+    assert len(str(caught.value)) < 200
