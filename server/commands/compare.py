@@ -41,8 +41,10 @@ def compare(
         prepared = prepare(options, model_name(model, folder), folder, cache_dir)
     stopped = _measure(prepared)
     if prepared.comparison.measured:
-        print_table(prepared.comparison)
-        _write(prepared.comparison, outputs)
+        try:
+            _write(prepared.comparison, outputs)  # first: whoever reads the table may leave
+        finally:
+            print_table(prepared.comparison)
     if stopped is not None:
         raise stopped
     return 0

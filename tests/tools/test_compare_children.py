@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
+from multiprocessing import util
 from multiprocessing.context import SpawnProcess
 
 import pytest
@@ -45,6 +47,9 @@ class Job:
             raise ModelError("no such head")
         elif self.kind == "odd":
             raise _OddError("one", "two")
+        elif self.kind == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
         elif self.kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         for done in range(1, 4):
@@ -75,21 +80,52 @@ def test_ctrl_c_does_not_reach_it() -> None:
         time.sleep(1)
 
 
-def test_ctrl_c_while_it_starts_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is let through as soon as the child is there, before anybody listens to it."""
-    children: list[SpawnProcess] = []
-    start = SpawnProcess.start
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+@pytest.mark.parametrize("when", ["half begun", "begun"])
+def test_a_signal_while_it_starts_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    raised: type[BaseException],
+    when: str,
+) -> None:
+    """As soon as the child is there, before it has its job or before anybody listens to it: it is ended and
+    waited for, and says nothing."""
+    pids: list[int] = []
+    spawn, start = util.spawnv_passfds, SpawnProcess.start  # type: ignore[attr-defined]
 
-    def interrupted(self: SpawnProcess) -> None:
-        children.append(self)
+    def spawned(path: bytes, args: list[str], fds: list[int]) -> int:
+        pid: int = spawn(path, args, fds)
+        if "resource_tracker" not in " ".join(map(os.fsdecode, args)):
+            pids.append(pid)
+            if when == "half begun":
+                os.kill(os.getpid(), number)
+        return pid
+
+    def started(self: SpawnProcess) -> None:
         start(self)
-        os.kill(os.getpid(), signal.SIGINT)
+        if when == "begun":
+            os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(SpawnProcess, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        in_a_process(Job("work"), Silent())
-    (child,) = children
-    assert child.exitcode == -signal.SIGKILL
+    monkeypatch.setattr(util, "spawnv_passfds", spawned)
+    monkeypatch.setattr(SpawnProcess, "start", started)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as the command line does
+    try:
+        with pytest.raises(raised):
+            in_a_process(Job("work"), Silent())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (pid,) = pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert capfd.readouterr().err == ""
+
+
+def test_sigterm_ends_it() -> None:
+    with pytest.raises(ConfigError, match="killed by SIGTERM"):
+        in_a_process(Job("terminate"), Silent())
 
 
 def test_errors_are_raised_here() -> None:

@@ -147,6 +147,22 @@ def test_a_failure_keeps_what_is_done(
     assert (done.returncode, done.stdout) == (1, "") and not (tmp_path / "none.json").exists()
 
 
+def test_files_are_written_whoever_reads_the_table(
+    here: InProcess, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`headroom compare ... | head -1`, after minutes of work."""
+
+    def left(_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("server.commands.compare.print_table", left)
+    monkeypatch.setattr("server.tools.compare.measure.in_a_process", lambda job, _: job(Silent()))
+    words = ("--device", "cpu", "--no-quality", "--context", "32", "--users", "1", "--attention", "native")
+    done = here("compare", str(folder), *words, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "out.json").read_text())["complete"] is True
+
+
 def prepared(folder: Path, **options: Any) -> Prepared:
     settings = {"device": "cpu", "random_weights": True} | options
     return prepare(CompareOptions(**settings), "shape", folder, folder)

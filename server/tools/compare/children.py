@@ -14,25 +14,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import TypeVar, cast
 
 from model.progress import Progress
 from server.engine.errors import ConfigError
 
 T = TypeVar("T")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _EVERY = 0.1  # seconds between two messages about progress
 
 
 def in_a_process(job: Callable[[Progress], T], progress: Progress) -> T:
     """`job(progress)` in a process of its own; what it raises is raised here.
 
-    The job and its result must pickle. Raises ConfigError if the process is killed.
+    The job and its result must pickle. For the main thread. Raises ConfigError if the process is killed.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, job), daemon=True)
     try:
-        with _no_interrupt():  # a child keeps what its parent blocked
+        with _undisturbed():  # a child keeps what its parent blocked
             process.start()
         theirs.close()  # else the end of the child would not be the end of the pipe
         return cast(T, _listen(ours, progress))
@@ -69,17 +71,31 @@ def _ending(code: int | None) -> str:
 
 
 @contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """Ctrl-C waits meanwhile."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait meanwhile: a child that has only half begun would be nobody's, and complain.
+
+    They are blocked, which the child keeps, and caught, as another thread may take what this one blocks.
+    """
+    waiting: list[int] = []
+
+    def wait(number: int, _: FrameType | None) -> None:
+        waiting.append(number)
+
+    handlers = {number: signal.signal(number, wait) for number in _SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for late in waiting:
+            signal.raise_signal(late)
 
 
 def _work(pipe: Connection, job: Callable[[Progress], object]) -> None:
     """The child's side: one job, one answer."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         try:
             pipe.send(("done", job(_Told(pipe))))
