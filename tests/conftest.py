@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import checkpoints
+from tests.support.command import InProcess
 
 # Tiny models only get slower with more threads, and threads that wait for each other on a busy machine
 # make everything slower: even the default model loses more than it wins.
@@ -35,6 +36,12 @@ def no_network() -> Iterator[None]:
     patch.setattr(socket.socket, "connect", local_only)
     yield
     patch.undo()
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> InProcess:
+    """`here("serve", "folder")` runs a command in this process: what it printed, and its exit code."""
+    return InProcess(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -37,11 +37,6 @@ Tiny = Callable[..., Path]
 IDS = some_ids(40)
 
 
-@pytest.fixture
-def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> InProcess:
-    return InProcess(capsys, monkeypatch)
-
-
 def no_fit(mode: Mode, head_map: str) -> Calibration:
     raise AssertionError("nothing is fitted here")
 

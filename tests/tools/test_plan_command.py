@@ -17,11 +17,6 @@ SMOL = "smollm2-135m"
 
 
 @pytest.fixture
-def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> InProcess:
-    return InProcess(capsys, monkeypatch)
-
-
-@pytest.fixture
 def config_only(tmp_path: Path) -> Callable[..., Path]:
     """A folder with the Llama-3-8B config, changed as asked, and nothing else."""
 
