@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from model.errors import ModelError
 
 
@@ -34,7 +36,7 @@ def publish_folder(
         with locked(final.parent / f".{final.name}.lock", waiting):
             if not is_complete(final):
                 _build(final, build)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write the model to {final}: {error}") from error
     return final
 
@@ -51,8 +53,8 @@ def publish_new_folder(final: Path, build: Callable[[Path], None]) -> None:
         with _fresh_folder(f"{final.name}.partial-", final.parent, build) as fresh:
             fresh.rename(final)
         _flush(final.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+    except (OSError, SafetensorError) as error:  # the second is a full disk in the words of `save_file`
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise ModelError(f"{final} was filled by somebody else meanwhile; it was left alone") from error
         raise ModelError(f"cannot write the model to {final}: {error}") from error
 

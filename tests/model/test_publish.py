@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from model.errors import ModelError
-from model.publish import publish_file, publish_folder
+from model.publish import publish_file, publish_folder, publish_new_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,6 +110,18 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot write the model to"):
         publish_folder(tmp_path / "file" / "model", lambda _: None, lambda _: False, lambda: None)
+
+
+def test_a_disk_that_refuses_weights_is_told(tmp_path: Path) -> None:
+    """safetensors has an error of its own for what the system says; here there is no such folder."""
+
+    def build(folder: Path) -> None:
+        save_file({"a": torch.zeros(1)}, folder / "missing" / "model.safetensors")
+
+    for publish in (publish_new_folder, lambda *made: publish_folder(*made, lambda _: False, lambda: None)):
+        with pytest.raises(ModelError, match=r"^cannot write the model to .*model: .*No such file"):
+            publish(tmp_path / "model", build)
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_file_appears_as_a_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
