@@ -6,6 +6,7 @@ Nothing heavy is imported before it is known to be needed, so that `--help` answ
 from __future__ import annotations
 
 import argparse
+import atexit
 import io
 import os
 import signal
@@ -87,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"headroom {name}: {message}", file=sys.stderr)
         _drop_unwritten()
         return 1
+    finally:
+        atexit.register(_leave_quietly)  # the last one in is called first, before torch's
+
+
+def _leave_quietly() -> None:
+    """All is done; a Ctrl-C now would only make Python print what it broke off."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _drop_unwritten() -> None:

@@ -254,3 +254,16 @@ def test_a_full_disk_is_one_line(words: list[str], tiny: Callable[..., Path]) ->
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "headroom plan: No space left on device\n")
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_after_the_end_changes_nothing(tiny: Callable[..., Path], number: str) -> None:
+    """While Python takes itself down, here in a function that it calls at its exit."""
+    code = (
+        "import atexit, os, signal, sys\n"
+        f"atexit.register(os.kill, os.getpid(), signal.{number})\n"
+        "from server.cli import main\n"
+        f"sys.exit(main(['plan', {str(tiny())!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
