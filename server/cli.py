@@ -36,12 +36,14 @@ commands:
   generate [MODEL] PROMPT   print how a model continues a prompt
   chat [MODEL]              talk to a model in the terminal
   fetch [MODEL]             download a model and print its folder
-  plan [MODEL]              what its KV cache costs in every attention mode, and how many users fit
-  compare [MODEL]           measure what each attention mode saves in memory, and what it costs
+  plan [MODEL]              what its KV cache costs, and how many users fit
+  compare [MODEL]           measure what its attention modes save, and cost
   convert MODEL OUT         write a model again with other KV heads
 
-MODEL is {flags.MODEL_HELP}.
-`headroom COMMAND --help` explains the flags of a command, `headroom --version` tells the version.
+MODEL is
+{flags.MODEL_HELP}.
+`headroom COMMAND --help` explains a command's flags; `headroom --version` tells
+the version.
 """
 
 
