@@ -27,7 +27,7 @@ def add_machine_flags(group: Group) -> None:
     )
     group.add_argument(
         "--threads",
-        type=count(1),
+        type=count(1, 1024),  # OpenMP ends the process where it has no room for so many
         metavar="N",
         help="CPU threads for arithmetic (default: one for each core)",
     )

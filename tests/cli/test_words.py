@@ -179,6 +179,8 @@ BAD_WORDS = [
     (["serve", "--prot", "1"], "--prot"),
     (["serve", "--port", "70000"], "'70000' is not a whole number from 0 to 65535"),
     (["serve", "--port", "8e3"], "not a whole number"),
+    (["generate", "hi", "--threads", "999999999"], "'999999999' is not a whole number from 1 to 1024"),
+    (["compare", "--threads", "1025"], "'1025' is not a whole number from 1 to 1024"),
     (["serve", "--kv-memory", "lots"], "'lots' is not a size; write it like 2GiB"),
     (["serve", "--kv-fraction", "1.5"], "not a number above 0 and at most 1"),
     (["serve", "--kv-fraction", "0"], "not a number above 0"),
