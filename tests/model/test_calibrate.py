@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.calibrate import calibrate
+from model.calibrate import attend, calibrate
 from model.calibration import Calibration
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -122,8 +122,9 @@ def test_heads_that_are_copies_lose_nothing(tiny: Tiny, tmp_path: Path, family: 
     assert float((lossy - run_alone(whole, text, native_heads(whole))).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["aligned", "aligned-fixed"])
-@pytest.mark.parametrize(("heads", "mode"), [(8, "gqa4"), (32, "gqa8")])
+@pytest.mark.parametrize(
+    ("heads", "mode", "kind"), [(8, "gqa4", "aligned"), (8, "gqa4", "aligned-fixed"), (32, "gqa8", "aligned")]
+)
 def test_no_worse_than_the_mean_on_random_checkpoints(
     tmp_path: Path, heads: int, mode: str, kind: str
 ) -> None:
@@ -206,3 +207,19 @@ def test_a_weight_that_is_not_finite_is_refused_with_its_layer(tiny: Tiny, tmp_p
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"layer 1 .* not finite .* in float32"):
         fit(load_decoder(folder), "mqa")
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_text_attends_as_the_model_does(kv_heads: int, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(7, 4, 8, generator=generator)
+    k, v = (torch.randn(7, kv_heads, 8, generator=generator) for _ in range(2))
+    expected = torch.empty(7, 4, 8)
+    for token in range(7):
+        first = 0 if window is None else max(0, token - window + 1)
+        for head in range(4):
+            read = head // (4 // kv_heads)
+            weights = (k[first : token + 1, read] @ q[token, head] / 8**0.5).softmax(dim=0)
+            expected[token, head] = weights @ v[first : token + 1, read]
+    torch.testing.assert_close(attend(q, k, v, window), expected.flatten(1))
