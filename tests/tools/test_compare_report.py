@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from server.engine.errors import ConfigError
 from server.tools.compare.files import as_markdown, write_json
+from server.tools.compare.lines import ending
 from server.tools.compare.plot import check_matplotlib, draw, write_plot
 from server.tools.compare.results import Comparison
 from server.tools.compare.table import print_table
@@ -94,6 +96,15 @@ def test_what_is_missing_is_a_dash(folder: Path, capsys: pytest.CaptureFixture[s
     assert table["users that fit"] == table["perplexity"] == ["–"] * 3
     assert table["bytes a token"] == ["768", "2,304", "256"]
     assert "– was not measured" in said
+
+
+@pytest.mark.parametrize(("slowest", "told"), [(20.1, False), (19.9, True)])
+def test_a_busy_machine_is_told(folder: Path, slowest: float, told: bool) -> None:
+    found = comparison_of(folder)
+    for mode, work in found.fixed_work.items():
+        rounds = (30.0, slowest, 25.0) if mode == "mha" else (30.0, 30.0, 30.0)
+        found.fixed_work[mode] = replace(work, rounds=rounds)
+    assert told == any("rounds of mha differ by more than 1.5 times" in line for line in ending(found))
 
 
 def test_no_quality_no_section(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from server.engine.units import format_bytes
 from server.tools.compare.results import Comparison, FixedWork, ModeFacts
 
+_STEADY = 1.5  # times: rounds on an idle machine differ by less
 _NONE = "–"  # not measured
 
 
@@ -52,10 +53,24 @@ def headline(found: Comparison) -> tuple[str, ...]:
 
 
 def ending(found: Comparison) -> tuple[str, ...]:
-    """Notes, and what is missing of a comparison that was cut short."""
+    """Notes, whether the times can be trusted, and what is missing of a comparison that was cut short."""
+    notes = (*found.notes, *_busy(found))
     if found.complete:
-        return (*found.notes, f"Measured in {found.seconds:.0f} s.")
-    return (*found.notes, f"Stopped after {found.seconds:.0f} s: {_NONE} was not measured.")
+        return (*notes, f"Measured in {found.seconds:.0f} s.")
+    return (*notes, f"Stopped after {found.seconds:.0f} s: {_NONE} was not measured.")
+
+
+def _busy(found: Comparison) -> tuple[str, ...]:
+    """A word about modes whose rounds of the same work were not equally fast: something else was running."""
+    unsteady = [
+        name for name, work in found.fixed_work.items() if max(work.rounds) > _STEADY * min(work.rounds)
+    ]
+    if not unsteady:
+        return ()
+    return (
+        f"The rounds of {', '.join(unsteady)} differ by more than {_STEADY:g} times: this machine was busy, and "
+        "the times mean little. Bytes and users are right all the same.",
+    )
 
 
 def _shape(found: Comparison) -> Section:
