@@ -68,8 +68,8 @@ def _busy(found: Comparison) -> tuple[str, ...]:
     if not unsteady:
         return ()
     return (
-        f"The rounds of {', '.join(unsteady)} differ by more than {_STEADY:g} times: this machine was busy, and "
-        "the times mean little. Bytes and users are right all the same.",
+        f"The rounds of {', '.join(unsteady)} differ by more than {_STEADY:g} times: this machine was busy, "
+        "and the times mean little. Bytes and users are right all the same.",
     )
 
 
