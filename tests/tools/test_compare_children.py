@@ -94,6 +94,7 @@ def test_a_signal_while_it_starts_leaves_no_process(
     """As soon as the child is there, before it has its job or before anybody listens to it: it is ended and
     waited for, and says nothing."""
     pids: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     spawn, start = util.spawnv_passfds, SpawnProcess.start  # type: ignore[attr-defined]
 
     def spawned(path: bytes, args: list[str], fds: list[int]) -> int:
@@ -117,6 +118,8 @@ def test_a_signal_while_it_starts_leaves_no_process(
             in_a_process(Job("work"), Silent())
     finally:
         signal.signal(signal.SIGTERM, before)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask  # a signal in the midst of it, too
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     (pid,) = pids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

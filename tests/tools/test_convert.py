@@ -134,6 +134,7 @@ def test_a_fit_is_made_kept_and_shared_with_serve(
 
 @pytest.mark.model
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a fit, the first time
 def test_the_default_model_as_mqa(smol: Path, tmp_path: Path) -> None:
     """A real fit on real text: three ways the same, and far nearer to the original than the mean of heads."""
     fit = fitter(smol, default_cache_dir(os.environ), Silent())

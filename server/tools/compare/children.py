@@ -12,7 +12,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import TypeVar, cast
@@ -81,16 +81,18 @@ def _undisturbed() -> Iterator[None]:
     def wait(number: int, _: FrameType | None) -> None:
         waiting.append(number)
 
-    handlers = {number: signal.signal(number, wait) for number in _SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
+    def pass_on() -> None:
+        for number in waiting:
+            signal.raise_signal(number)
+
+    # Last in, first out; a signal that comes in between raises, and what follows is put back all the same.
+    with ExitStack() as back:
+        back.callback(pass_on)
+        for number in _SIGNALS:
+            back.callback(signal.signal, number, signal.signal(number, wait))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        back.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for late in waiting:
-            signal.raise_signal(late)
 
 
 def _work(pipe: Connection, job: Callable[[Progress], object]) -> None:
