@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import util
@@ -124,6 +125,32 @@ def test_a_signal_while_it_starts_leaves_no_process(
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert capfd.readouterr().err == ""
+
+
+def test_a_signal_while_signals_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread takes it just after Ctrl-C is let through again: all the rest is put back even so."""
+    mask, before = signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.getsignal(signal.SIGTERM)
+    real, pressed = signal.signal, []
+
+    def press() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.raise_signal(signal.SIGINT)
+
+    def put(number: int, handler: object) -> object:
+        found = real(number, handler)  # type: ignore[arg-type]
+        if handler is signal.default_int_handler and not pressed:
+            pressed.append(number)
+            thread = threading.Thread(target=press)
+            thread.start()
+            thread.join()
+        return found
+
+    monkeypatch.setattr(signal, "signal", put)
+    with pytest.raises(KeyboardInterrupt):
+        in_a_process(Job("work"), Silent())
+    monkeypatch.undo()
+    found = signal.pthread_sigmask(signal.SIG_SETMASK, mask), signal.signal(signal.SIGTERM, before)
+    assert (pressed, *found) == ([signal.SIGINT], mask, before)
 
 
 def test_sigterm_ends_it() -> None:
