@@ -158,7 +158,8 @@ def test_live_bytes_of_each_mode(server: Served, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Decoder, "forward", slow)
     asked = body(ids_of(5, 40), 400, stream=True, model="tiny@mha")
     with server.http.stream("POST", C, json=asked) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # named: one that is collected closes the connection, and the answer ends
+        next(lines)
         live = {m["id"]: m["live_bytes"] for m in server.http.get("/v1/models").json()["data"]}
         assert live["tiny"] == live["tiny@mqa"] == 0
         assert live["tiny@mha"] >= 3 * 4 * BLOCK_BYTES
