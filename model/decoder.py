@@ -43,10 +43,23 @@ class Decoder:
         kv: Sequence[LayerKV],
         wanted: Tensor,
     ) -> Tensor:
+        """`logits` of `hidden`: those after each of the wanted tokens, `[N, V]` in fp32."""
+        return self.logits(self.hidden(ids, positions, segments, attention, kv, wanted))
+
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        attention: AttentionStep,
+        kv: Sequence[LayerKV],
+        wanted: Tensor,
+    ) -> Tensor:
         """One step over a flat token axis; writes the step's K/V through `attention`.
 
         ids, positions `[T]` int64; `segments` tile `[0, T)`; `kv` holds one view per layer; `wanted`
-        `[N]` int64 are the tokens whose logits are asked for. Returns logits `[N, V]` in fp32.
+        `[N]` int64 are the tokens that something is asked of. Returns their last state,
+        normed, `[N, hidden]`.
         """
         step = _Step(attention, _parts(segments, positions, self.rope))
         # The residual stream stays in fp32: in bfloat16 it would be rounded twice in each layer.
@@ -57,8 +70,11 @@ class Decoder:
             if index == last:
                 x = x.index_select(0, wanted)  # nothing below mixes tokens
             x += self.mlp(layer, x)
-        x = self.norm(x, self.weights.norm)
-        return self.weights.lm_head.fp32(x)
+        return self.norm(x, self.weights.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden `[N, hidden]` as `hidden` gives it -> logits `[N, V]` in fp32."""
+        return self.weights.lm_head.fp32(hidden)
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, step: _Step, kv: LayerKV) -> Tensor:
         """x `[T, hidden]` fp32 -> what attention adds to it."""

@@ -45,7 +45,6 @@ class SamplingBatch:
     top_k: Tensor  # [D, 1] int64, a huge number where there is no limit
     u: Tensor  # [D, 1] fp64 in [0, 1)
     needs_total: bool  # some top_k is wider than the first width
-    banned: tuple[Tensor, Tensor] | None  # (row, token id) pairs that cannot be drawn, int64
 
 
 def make_sampling(
@@ -54,10 +53,9 @@ def make_sampling(
     top_k: IdArray,
     min_p: FloatArray,
     u: FloatArray,
-    banned: tuple[IdArray, IdArray] | None,
     device: torch.device,
 ) -> SamplingBatch:
-    """Arrays `[S]` of per-row parameters (top_k 0 = no limit), and (row, id) pairs, to one upload each."""
+    """Arrays `[S]` of per-row parameters (top_k 0 = no limit) to one upload of each kind."""
     drawn = np.flatnonzero(temperature >= GREEDY_TEMPERATURE)
     no_limit = np.iinfo(np.int64).max
     limit = np.where(top_k[drawn] > 0, top_k[drawn], no_limit)
@@ -72,13 +70,7 @@ def make_sampling(
         top_k=torch.from_numpy(limit).to(device=device, dtype=torch.int64)[:, None],
         u=reals[3],
         needs_total=bool((limit > WIDTHS[0]).any()),
-        banned=None if banned is None else _upload_pairs(banned, device),
     )
-
-
-def _upload_pairs(pairs: tuple[IdArray, IdArray], device: torch.device) -> tuple[Tensor, Tensor]:
-    both = torch.from_numpy(np.stack(pairs)).to(device=device, dtype=torch.int64)
-    return both[0], both[1]
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -87,9 +79,6 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     -1 marks a row whose logits hold NaN, +inf or nothing but -inf; it hurts no other. The logits are left as
     they are.
     """
-    if batch.banned is not None:
-        nothing = torch.full((), -torch.inf, dtype=logits.dtype, device=logits.device)
-        logits = logits.index_put(batch.banned, nothing)
     best = logits.amax(dim=-1)  # NaN if any is
     if batch.rows is None:
         ids = logits.argmax(dim=-1)  # the first of equals

@@ -15,10 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from model.adjust import Adjustments
 from model.attention.base import AttentionMeta, IntArray
 from model.heads import Segment, Variant
-from model.randomness import uniform
 from model.sampler import SamplingBatch, make_sampling
+from server.engine.draws import how_to_draw
 from server.engine.scheduler import Scheduled
 
 Int64Array = npt.NDArray[np.int64]
@@ -34,6 +35,7 @@ class ForwardBatch:
     meta: AttentionMeta
     wanted: Tensor  # [N] int64, positions on the token axis
     sampling: SamplingBatch | None  # None if N is 0
+    adjustments: Adjustments | None  # made to the logits before that; None if there are none
     drawn: tuple[int, ...]  # which entries of the plan the N rows belong to
 
 
@@ -60,6 +62,7 @@ def build_batch(
     meta = _meta(count, start, heads, query_start, positions, first_rows, row_tables, shape)
     drawn = tuple(i for i, entry in enumerate(entries) if entry.draws)
     wanted = query_start[1:][list(drawn)] - 1
+    sampling, adjustments = how_to_draw([entries[i] for i in drawn], shape.device) if drawn else (None, None)
     ids_d, wanted_d = _upload([ids, wanted], torch.int64, shape.device)
     return ForwardBatch(
         ids=ids_d,
@@ -67,7 +70,8 @@ def build_batch(
         segments=_segments(entries, query_start, shape),
         meta=meta,
         wanted=wanted_d,
-        sampling=_sampling([entries[i] for i in drawn], shape.device) if drawn else None,
+        sampling=sampling,
+        adjustments=adjustments,
         drawn=drawn,
     )
 
@@ -88,7 +92,7 @@ def lone_batch(
     last = np.arange(len(ids) - wanted, len(ids), dtype=np.int64)
     flat, rows = _upload([ids, last], torch.int64, shape.device)
     segments = (Segment(shape.variants[variant].head_map, 0, len(ids)),)
-    return ForwardBatch(flat, meta.positions, segments, meta, rows, None, ())
+    return ForwardBatch(flat, meta.positions, segments, meta, rows, None, None, ())
 
 
 def made_up_batch(
@@ -107,7 +111,6 @@ def made_up_batch(
         top_k=zeros.astype(np.int64),
         min_p=zeros,
         u=0.5 * ones,
-        banned=None,
         device=shape.device,
     )
     return replace(lone_batch(variant, ids, start, wanted, row_tables, shape), sampling=sampling)
@@ -170,33 +173,6 @@ def _segments(entries: Sequence[Scheduled], query_start: Int64Array, shape: Shap
         segments.append(Segment(shape.variants[name].head_map, start, stop))
         first = last
     return tuple(segments)
-
-
-def _sampling(entries: Sequence[Scheduled], device: torch.device) -> SamplingBatch:
-    sequences = [entry.sequence for entry in entries]
-    params = [sequence.work.request.sampling for sequence in sequences]
-    banned = [
-        (row, sorted(sequence.work.request.stop_ids))
-        for row, sequence in enumerate(sequences)
-        if sequence.output < sequence.work.request.min_tokens and sequence.work.request.stop_ids
-    ]
-    pairs = None
-    if banned:
-        rows = np.repeat([row for row, _ in banned], [len(ids) for _, ids in banned])
-        pairs = rows.astype(np.int64), np.concatenate([np.array(ids, dtype=np.int64) for _, ids in banned])
-    return make_sampling(
-        temperature=np.array([p.temperature for p in params], dtype=np.float64),
-        top_p=np.array([p.top_p for p in params], dtype=np.float64),
-        top_k=np.array([p.top_k for p in params], dtype=np.int64),
-        min_p=np.array([p.min_p for p in params], dtype=np.float64),
-        u=uniform(
-            np.array([p.seed for p in params], dtype=np.uint64),
-            np.array([sequence.copy for sequence in sequences], dtype=np.uint64),
-            np.array([sequence.output for sequence in sequences], dtype=np.uint64),
-        ),
-        banned=pairs,
-        device=device,
-    )
 
 
 def _variant(entry: Scheduled, shape: Shape) -> Variant:

@@ -8,6 +8,7 @@ import torch
 
 from cache.copies import BlockCopies
 from cache.pool import KVPool
+from model.adjust import adjust
 from model.attention.base import AttentionBackend
 from model.decoder import Decoder
 from model.sampler import sample
@@ -44,6 +45,8 @@ class ModelRunner:
         if batch.sampling is None:
             batch.positions[:1].cpu()
             return np.zeros(0, dtype=np.int64)
+        if batch.adjustments is not None:
+            logits = adjust(logits, batch.adjustments)
         ids: npt.NDArray[np.int64] = sample(logits, batch.sampling).cpu().numpy()
         return ids
 

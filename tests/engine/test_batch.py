@@ -120,10 +120,10 @@ def assert_banned(batch: Any, entries: list[Scheduled]) -> None:
     ]
     if batch.sampling is None:
         assert not drawn
-    elif batch.sampling.banned is None:
+    elif batch.adjustments is None:
         assert not expected
     else:
-        assert list(zip(*(part.tolist() for part in batch.sampling.banned), strict=True)) == expected
+        assert list(zip(*(part.tolist() for part in batch.adjustments.banned), strict=True)) == expected
 
 
 def test_made_up_batch_is_the_end_of_one_long_sequence() -> None:

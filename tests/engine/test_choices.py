@@ -27,7 +27,7 @@ def drawn_alone(oracle: Oracle, prompt: tuple[int, ...], tokens: int, copy: int)
         u = uniform(*(np.array([x], dtype=np.uint64) for x in (SEEDED.seed, copy, position)))
         one = np.ones(1)
         batch = make_sampling(
-            one * SEEDED.temperature, one * SEEDED.top_p, np.zeros(1, np.int64), 0 * one, u, None,
+            one * SEEDED.temperature, one * SEEDED.top_p, np.zeros(1, np.int64), 0 * one, u,
             torch.device("cpu"),
         )  # fmt: skip
         ids.append(int(sample(logits, batch)[0]))

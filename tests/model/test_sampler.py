@@ -10,24 +10,23 @@ import torch
 from torch import Tensor
 
 from model import sampler
+from model.adjust import adjust, make_adjustments
 from model.sampler import SamplingBatch, make_sampling, sample
 
 CPU = torch.device("cpu")
 VOCAB = 1000
 
 
-def batch_of(rows: list[dict[str, Any]], banned: list[tuple[int, int]] | None = None) -> SamplingBatch:
+def batch_of(rows: list[dict[str, Any]]) -> SamplingBatch:
     def column(name: str, default: float) -> Any:
         return np.array([row.get(name, default) for row in rows], dtype=np.float64)
 
-    pairs = np.array(banned, dtype=np.int64).T if banned else None
     return make_sampling(
         column("temperature", 1.0),
         column("top_p", 1.0),
         column("top_k", 0).astype(np.int64),
         column("min_p", 0.0),
         column("u", 0.5),
-        None if pairs is None else (pairs[0], pairs[1]),
         CPU,
     )
 
@@ -35,7 +34,9 @@ def batch_of(rows: list[dict[str, Any]], banned: list[tuple[int, int]] | None = 
 def draw(
     logits: Tensor, rows: list[dict[str, Any]], banned: list[tuple[int, int]] | None = None
 ) -> list[int]:
-    return sample(logits, batch_of(rows, banned)).tolist()
+    pairs = np.array(banned, dtype=np.int64).T if banned else None
+    adjustments = make_adjustments(None if pairs is None else (pairs[0], pairs[1]), CPU)
+    return sample(logits if adjustments is None else adjust(logits, adjustments), batch_of(rows)).tolist()
 
 
 def slow(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
