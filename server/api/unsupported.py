@@ -29,7 +29,6 @@ _SHARED: Harmless = {
     "logit_bias": ({},),
     "logits_processors": ([],),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),

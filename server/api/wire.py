@@ -122,6 +122,7 @@ class SamplingBody(Wire):
     min_tokens: int | None = Field(None, description="No end before this many tokens; default 0.")
     stream: bool | None = Field(None, description="Answer as server-sent events, the last one [DONE].")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
+    priority: int | None = Field(None, description="Lower runs first; -2^31 to 2^31 - 1, default 0.")
     user: str | None = Field(None, description="Accepted and not used.")
     cache_salt: str | None = Field(
         None, description="Requests share cached prefixes only with requests of the same salt."
@@ -140,6 +141,7 @@ class SamplingBody(Wire):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
+            priority=self.priority,
         )
 
     @property

@@ -24,6 +24,7 @@ class SamplingAsk:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,13 @@ MAX_STOP_IDS = 1024
 MAX_SALT_CHARS = 128
 MAX_TEMPERATURE = 2.0
 SEED_LOW, SEED_HIGH = -(2**63), 2**64 - 1
+PRIORITY_LOW, PRIORITY_HIGH = -(2**31), 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """The checked fields that both endpoints share. `stops` end a choice by its text, `stop_ids` by its
-    token; neither acts before `min_tokens` tokens."""
+    token; neither acts before `min_tokens` tokens. Lower `priority` runs first."""
 
     n: int
     sampling: SamplingParams
@@ -37,6 +38,7 @@ class Terms:
     stop_ids: frozenset[int]
     min_tokens: int
     cache_salt: str
+    priority: int
 
 
 def terms(
@@ -65,6 +67,7 @@ def terms(
         stop_ids=stop_ids,
         min_tokens=min_tokens,
         cache_salt=_cache_salt(salt),
+        priority=_priority(ask.priority),
     )
 
 
@@ -173,6 +176,11 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
             raise refuse(param, len(stop), f"at most {MAX_STOP_CHARS} characters are allowed")
         stops.append(stop)
     return tuple(stops)
+
+
+def _priority(value: Any) -> int:
+    """0 if left out."""
+    return 0 if value is None else integer("priority", value, PRIORITY_LOW, PRIORITY_HIGH)
 
 
 def _cache_salt(value: Any) -> str:

@@ -205,6 +205,7 @@ class Preparer:
             cache_root=root,
             min_tokens=checked.min_tokens,
             stop_ids=checked.stop_ids,
+            priority=checked.priority,
         )
         return Prepared(
             request_id=ask.request_id,

@@ -101,6 +101,23 @@ async def test_needed_fields(words: Path) -> None:
         assert check_error(await api.http.post("/detokenize", json={}), 400)["param"] == "tokens"
 
 
+@pytest.mark.parametrize(("path", "good"), [(COMPLETIONS, GOOD), (CHATS, CHAT)])
+async def test_priority(words: Path, path: str, good: dict[str, Any]) -> None:
+    async with serving(words) as api:
+        for value in (None, 0, -3, 2**31 - 1):
+            assert (await api.http.post(path, json={**good, "priority": value})).status_code == 200
+        assert (await api.http.post(path, json=good)).status_code == 200
+        assert [request.priority for request in api.service.requests] == [0, 0, -3, 2**31 - 1, 0]
+        for value, code in [
+            (2**31, None),
+            (-(2**31) - 1, None),
+            (1.5, "invalid_type"),
+            ("1", "invalid_type"),
+        ]:
+            error = check_error(await api.http.post(path, json={**good, "priority": value}), 400)
+            assert (error["param"], error["code"]) == ("priority", code)
+
+
 async def test_values_out_of_range(words: Path) -> None:
     """The text room's own tests have every limit; here, that its refusals arrive as they should."""
     async with serving(words) as api:
@@ -129,7 +146,6 @@ SETTING: dict[str, Any] = {  # a value that asks for something, for each field w
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "best_of": 10**6,
-    "priority": 1,
     "repetition_penalty": 0,
     "response_format": {"type": "json_schema", "json_schema": {}},
     "tools": [{"type": "function"}],

@@ -35,6 +35,14 @@ def test_the_defaults_are_openais() -> None:
     assert len({check().sampling.seed for _ in range(8)}) == 8  # drawn anew for each request
 
 
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 10**40, 1.0, True, "1"])
+def test_a_priority_is_a_32_bit_integer(value: Any) -> None:
+    with pytest.raises(
+        RequestError, match="priority: must be an integer from -2147483648 to 2147483647"
+    ):
+        check(priority=value)
+
+
 @pytest.mark.parametrize(
     ("fields", "name", "want"),
     [

@@ -67,6 +67,14 @@ async def chat(
     )
 
 
+async def test_priority_reaches_the_request(preparer: Preparer) -> None:
+    asked = [None, 0, 7, -(2**31), 2**31 - 1]
+    made = [await completion(preparer, sampling={"priority": value}) for value in asked]
+    made += [await chat(preparer, sampling={"priority": value}) for value in asked]
+    found = [prepared.request.priority for prepared in made if prepared.request is not None]
+    assert found == [0, 0, 7, -(2**31), 2**31 - 1] * 2
+
+
 async def test_a_plain_completion(preparer: Preparer, folder: Path) -> None:
     ids = tuple(Tokenizer.from_folder(folder).encode("Hello"))
     prepared = await completion(preparer)
