@@ -1,0 +1,70 @@
+"""Servers that the cases share: CHAIN by script, or any checkpoint, started once a module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import checkpoints
+from tests.support.scripted import Serve, chain_servers
+from tests.support.server import Served, inside
+from tests.support.standing import Known, assert_stands
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory, smol: Path) -> Iterator[Serve]:
+    """`serve(*scripts)`: a running server that follows them."""
+    with chain_servers(lambda: tmp_path_factory.mktemp("chain"), smol) as get:
+        yield get
+
+
+@pytest.fixture(scope="module")
+def _started() -> Iterator[Callable[..., Served]]:
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, Served] = {}
+
+        def get(folder: Path, **options: Any) -> Served:
+            key = f"{folder} {sorted(options.items())}"
+            if key not in servers:
+                servers[key] = stack.enter_context(inside(folder, **options))
+            return servers[key]
+
+        yield get
+
+
+@pytest.fixture
+def served(_started: Callable[..., Served]) -> Iterator[Callable[..., Served]]:
+    """`served(folder, known, **options)`: a server of `folder`, one for all tests of the module.
+
+    `known` is a completion whose right text is known; when the test ends, every server it used must live,
+    still say that, and hold no block. `options` go to `tests.support.server.inside`.
+    """
+    used: list[tuple[Served, Known]] = []
+
+    def get(folder: Path, known: Known, **options: Any) -> Served:
+        server = _started(folder, **options)
+        used.append((server, known))
+        return server
+
+    yield get
+    for server, known in used:
+        assert_stands(server, known)
+
+
+@pytest.fixture(scope="session")
+def chain(tmp_path_factory: pytest.TempPathFactory, smol: Path) -> Callable[..., Path]:
+    """`chain(*scripts, **options)`: CHAIN with the default model's tokenizer, built once. Read only."""
+    built: dict[str, Path] = {}
+
+    def build(*scripts: Sequence[int], **options: Any) -> Path:
+        key = f"{scripts} {sorted(options.items())}"
+        if key not in built:
+            folder = checkpoints.make_chain(tmp_path_factory.mktemp("chain"), *scripts, **options)
+            built[key] = checkpoints.add_tokenizer(folder, smol)
+        return built[key]
+
+    return build
