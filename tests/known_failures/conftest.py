@@ -1,4 +1,4 @@
-"""Servers that the cases share: CHAIN by script, or any checkpoint, started once a module."""
+"""Servers that the cases share: CHAIN by script, started once a module and looked after once a test."""
 
 from __future__ import annotations
 
@@ -10,16 +10,54 @@ from typing import Any
 import pytest
 
 from tests.support import checkpoints
-from tests.support.scripted import Serve, chain_servers
+from tests.support.reference import load_reference, load_reference_tokenizer
+from tests.support.scripted import Serve, chain_servers, known_of
 from tests.support.server import Served, inside
 from tests.support.standing import Known, assert_stands
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory, smol: Path) -> Iterator[Serve]:
-    """`serve(*scripts)`: a running server that follows them."""
+def chains(tmp_path_factory: pytest.TempPathFactory, smol: Path) -> Iterator[Serve]:
+    """`chains(*scripts)`: a running server that follows them, started once for each set of scripts."""
     with chain_servers(lambda: tmp_path_factory.mktemp("chain"), smol) as get:
         yield get
+
+
+@pytest.fixture
+def serve(chains: Serve, smol: Path) -> Iterator[Serve]:
+    """The same; and every server that the test has used must stand as before when it ends."""
+    used: set[tuple[tuple[int, ...], ...]] = set()
+
+    def get(*scripts: tuple[int, ...]) -> Served:
+        used.add(scripts)
+        return chains(*scripts)
+
+    yield get
+    for scripts in used:
+        assert_stands(chains(*scripts), known_of(*scripts, tokenizer=smol))
+
+
+@pytest.fixture(scope="module")
+def rand_running(rand: Path) -> Iterator[Served]:
+    """RAND in fp32 with a roomy pool."""
+    with inside(rand, kv_memory=32 << 20) as server:
+        yield server
+
+
+@pytest.fixture
+def rand_served(rand_running: Served, rand_known: Known) -> Iterator[Served]:
+    """The same; it must stand as before when the test ends."""
+    yield rand_running
+    assert_stands(rand_running, rand_known)
+
+
+@pytest.fixture(scope="session")
+def rand_known(rand: Path) -> Known:
+    """What transformers says after seven ids."""
+    prompt = [11, *range(700, 706)]
+    ids = load_reference(rand).greedy(prompt, 12)
+    text = load_reference_tokenizer(rand).decode(ids, skip_special_tokens=True)
+    return Known(prompt, str(text), len(ids))
 
 
 @pytest.fixture(scope="module")

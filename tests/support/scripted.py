@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.support import checkpoints
+from tests.support.reference import load_reference_tokenizer
 from tests.support.server import Served, inside
 from tests.support.sse import Streamed, read_stream
+from tests.support.standing import Known
 
 HELLO, WORLD, BETA, GAMMA, NEWLINE, IM_START, EOS = 19556, 905, 17565, 16439, 198, 1, 2
 LLAMA = (10813, 116, 243)  # 🦙, one character in three tokens
@@ -35,6 +38,16 @@ def chain_servers(folder: Callable[[], Path], tokenizer: Path) -> Iterator[Serve
             return servers[scripts]
 
         yield get
+
+
+def known_of(*scripts: tuple[int, ...], tokenizer: Path, eos: int = EOS) -> Known:
+    """The start of the first script, and the text that follows it, as transformers decodes it."""
+    follows = {before: after for script in scripts for before, after in itertools.pairwise(script)}
+    ids = [scripts[0][0]]
+    while len(ids) < 10 and ids[-1] in follows and follows[ids[-1]] != eos:
+        ids.append(follows[ids[-1]])
+    text = load_reference_tokenizer(tokenizer).decode(ids[1:], skip_special_tokens=True)
+    return Known(ids[:1], str(text), max(1, len(ids) - 1))
 
 
 def complete(server: Served, prompt: Any, **fields: Any) -> tuple[dict[str, Any], Streamed]:
