@@ -15,7 +15,6 @@ from tests.support.fake_service import FakeService
 
 C, CC = "/v1/completions", "/v1/chat/completions"
 EOS = 2
-USAGE = {"include_usage": True}
 
 
 def asked(path: str, **fields: Any) -> dict[str, Any]:
@@ -141,50 +140,6 @@ async def test_completion_chunks(words: Path) -> None:
         chunks = await events(api, C, asked(C, max_tokens=2))
         assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", ""]
         assert {chunk["object"] for chunk in chunks} == {"text_completion"}
-
-
-@pytest.mark.parametrize("path", [C, CC])
-async def test_usage_in_streams(words: Path, path: str) -> None:
-    async with serving(words) as api:
-        for fields in ({}, {"stop": "d"}, {"n": 2}):
-            whole = (await api.http.post(path, json=asked(path, **fields))).json()["usage"]
-            chunks = await events(api, path, asked(path, **fields, stream_options=USAGE))
-            assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
-            assert chunks[-1]["choices"] == []
-            assert chunks[-1]["usage"] == whole
-            for options in (None, {}, {"include_usage": False}, {"include_usage": None}):
-                chunks = await events(api, path, asked(path, **fields, stream_options=options))
-                assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
-
-
-async def test_several_prompts_and_choices(words: Path) -> None:
-    """index = prompt * n + copy; every index finishes once, under its own number."""
-
-    def by_index(request: Request, index: int, position: int) -> int:
-        return 67 + index
-
-    service = FakeService(script=by_index)
-    async with serving(words, service) as api:
-        body = asked(C, prompt=["AAA", "BBB"], n=2, echo=True, max_tokens=3)
-        choices = (await api.http.post(C, json=body)).json()["choices"]
-        assert [(c["index"], c["text"]) for c in choices] == [
-            (0, "AAAaaa"),
-            (1, "AAAbbb"),
-            (2, "BBBccc"),
-            (3, "BBBddd"),
-        ]
-        flat = [chunk["choices"][0] for chunk in await events(api, C, body)]
-        for index, whole in enumerate(choices):
-            mine = [c for c in flat if c["index"] == index]
-            assert "".join(c["text"] for c in mine) == whole["text"]
-            assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
-        usage = (await api.http.post(C, json=body)).json()["usage"]
-        assert usage["completion_tokens"] == 12
-
-        flat = [chunk["choices"][0] for chunk in await events(api, CC, asked(CC, n=3))]
-        roles = [c["index"] for c in flat if "role" in c["delta"]]
-        assert roles == [0, 1, 2]
-        assert sorted(c["index"] for c in flat if c["finish_reason"]) == [0, 1, 2]
 
 
 async def test_prompts_of_every_shape(words: Path) -> None:
