@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ STOP_SECONDS = 20.0
 
 @dataclass
 class Served:
-    """A server that answers at `url`; `http` is a client of it."""
+    """A server that answers at `url`; `http` is a client of it. `engine` is there where it runs in this
+    process, for faults on purpose."""
 
     url: str
     http: httpx.Client
+    engine: Any = None
 
     def openai(self, **options: Any) -> Any:
         """The official client, pointed here; it never retries by itself."""
@@ -90,8 +92,8 @@ class Served:
 class RunningServer(Served):
     """A server process; `log()` is what it has written so far."""
 
-    process: subprocess.Popen[bytes]
-    log_path: Path
+    process: subprocess.Popen[bytes] = field(kw_only=True)
+    log_path: Path = field(kw_only=True)
 
     def log(self) -> str:
         return self.log_path.read_text(encoding="utf-8", errors="replace")
@@ -126,7 +128,7 @@ def start(
             cwd=Path(__file__).resolve().parents[2],
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    server = RunningServer(url, _client(url), process, log)
+    server = RunningServer(url, _client(url), process=process, log_path=log)
     try:
         _wait_healthy(server)
     except BaseException:
@@ -201,7 +203,7 @@ def inside(
     url, leave = started.result(START_SECONDS)
     try:
         with _client(url) as http:
-            yield Served(url, http)
+            yield Served(url, http, loaded.engine)
     finally:
         leave()
         thread.join(STOP_SECONDS)
