@@ -15,11 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.adjust import Adjustments
 from model.attention.base import AttentionMeta, IntArray
 from model.heads import Segment, Variant
-from model.sampler import SamplingBatch, make_sampling
-from server.engine.draws import how_to_draw
+from model.sampler import make_sampling
+from server.engine.draws import Draws, how_to_draw
 from server.engine.scheduler import Scheduled
 
 Int64Array = npt.NDArray[np.int64]
@@ -34,8 +33,7 @@ class ForwardBatch:
     segments: tuple[Segment, ...]
     meta: AttentionMeta
     wanted: Tensor  # [N] int64, positions on the token axis
-    sampling: SamplingBatch | None  # None if N is 0
-    adjustments: Adjustments | None  # made to the logits before that; None if there are none
+    draws: Draws | None  # None if N is 0
     drawn: tuple[int, ...]  # which entries of the plan the N rows belong to
 
 
@@ -62,7 +60,7 @@ def build_batch(
     meta = _meta(count, start, heads, query_start, positions, first_rows, row_tables, shape)
     drawn = tuple(i for i, entry in enumerate(entries) if entry.draws)
     wanted = query_start[1:][list(drawn)] - 1
-    sampling, adjustments = how_to_draw([entries[i] for i in drawn], shape.device) if drawn else (None, None)
+    draws = how_to_draw([entries[i] for i in drawn], shape.device) if drawn else None
     ids_d, wanted_d = _upload([ids, wanted], torch.int64, shape.device)
     return ForwardBatch(
         ids=ids_d,
@@ -70,8 +68,7 @@ def build_batch(
         segments=_segments(entries, query_start, shape),
         meta=meta,
         wanted=wanted_d,
-        sampling=sampling,
-        adjustments=adjustments,
+        draws=draws,
         drawn=drawn,
     )
 
@@ -92,7 +89,7 @@ def lone_batch(
     last = np.arange(len(ids) - wanted, len(ids), dtype=np.int64)
     flat, rows = _upload([ids, last], torch.int64, shape.device)
     segments = (Segment(shape.variants[variant].head_map, 0, len(ids)),)
-    return ForwardBatch(flat, meta.positions, segments, meta, rows, None, None, ())
+    return ForwardBatch(flat, meta.positions, segments, meta, rows, None, ())
 
 
 def made_up_batch(
@@ -113,7 +110,9 @@ def made_up_batch(
         u=0.5 * ones,
         device=shape.device,
     )
-    return replace(lone_batch(variant, ids, start, wanted, row_tables, shape), sampling=sampling)
+    return replace(
+        lone_batch(variant, ids, start, wanted, row_tables, shape), draws=Draws(sampling, None, None)
+    )
 
 
 def _meta(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from model.adjust import Adjustments, make_adjustments
 from model.randomness import uniform
@@ -13,9 +15,24 @@ from model.sampler import SamplingBatch, make_sampling
 from server.engine.scheduler import Scheduled
 
 
-def how_to_draw(
-    entries: Sequence[Scheduled], device: torch.device
-) -> tuple[SamplingBatch, Adjustments | None]:
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Tokens that scores are wanted of: the drawn ones of some rows, or given ones."""
+
+    rows: Tensor  # [A] int64: rows of what is drawn from, or positions on the token axis
+    best: int  # how many of the likeliest tokens beside them, the most that any of them wants
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How each of `N` rows is drawn."""
+
+    sampling: SamplingBatch
+    adjustments: Adjustments | None  # made to the logits before that; None if there are none
+    scored: Wish | None  # the rows whose drawn tokens get a score; None if there are none
+
+
+def how_to_draw(entries: Sequence[Scheduled], device: torch.device) -> Draws:
     """For the entries of a step that draw, a row each and in order."""
     sequences = [entry.sequence for entry in entries]
     params = [sequence.work.request.sampling for sequence in sequences]
@@ -40,4 +57,16 @@ def how_to_draw(
         ),
         device=device,
     )
-    return sampling, make_adjustments(pairs, device)
+    return Draws(sampling, make_adjustments(pairs, device), _scored(entries, device))
+
+
+def _scored(entries: Sequence[Scheduled], device: torch.device) -> Wish | None:
+    wanted = [
+        (row, k)
+        for row, entry in enumerate(entries)
+        if (k := entry.sequence.work.request.logprobs) is not None
+    ]
+    if not wanted:
+        return None
+    rows = np.array([row for row, _ in wanted], dtype=np.int64)
+    return Wish(torch.from_numpy(rows).to(device=device, dtype=torch.int64), max(k for _, k in wanted))

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 
 from cache.manager import CacheManager
 from cache.recount import checked_report
 from cache.report import BlockPage, CacheReport
-from server.engine.batch import Shape, build_batch
+from server.engine.attempts import Attempts, Outcome, name_of
+from server.engine.batch import Shape
 from server.engine.errors import EngineDead
 from server.engine.reconcile import reconcile
-from server.engine.request import FinishReason, KVPeak, Request, TokenEvent, failed
+from server.engine.request import FinishReason, KVPeak, Request, TokenEvent, TokenScore, failed
 from server.engine.runner import ModelRunner
-from server.engine.scheduler import Limits, Plan, Scheduled, Scheduler
+from server.engine.scheduler import Limits, Plan, Scheduler
 from server.engine.sequence import Sequence, Work
 from server.engine.stats import Counters, EngineStats
 
 logger = logging.getLogger(__name__)
-
-# What a sequence's part of a step came to: a drawn id, None where there was none to draw, or a fault.
-Outcome = int | None | Exception
 
 
 class Engine:
@@ -46,6 +43,7 @@ class Engine:
         self._capacity = dict(capacity)
         self._debug = debug
         self._counters = Counters()
+        self._attempts = Attempts(runner, manager, shape, self._counters)
         self._scheduler = Scheduler(
             manager,
             limits,
@@ -139,49 +137,20 @@ class Engine:
             return Plan((), (), 0)
         self._stumbled = False
         for sequence, error in plan.refused:
-            logger.error("admitting %s failed", _name(sequence), exc_info=error)
+            logger.error("admitting %s failed", name_of(sequence), exc_info=error)
             self._manager.check()  # if the cache's books are wrong, this is not the request's fault
             self._end(sequence, FinishReason.ERROR, events, _complaint(error))
         return plan
 
-    def _run(self, plan: Plan) -> list[Outcome]:
-        """The outcome of each entry. If the step raises, its sequences run once each alone: nothing has moved
-        on, so each writes the same places again. If all of them fail, one token of nobody's decides who is to
-        blame; what that raises is fatal."""
+    def _run(self, plan: Plan) -> list[Outcome | Exception]:
+        """What each entry of the plan came to."""
         if not plan.entries:
             return []
         self._runner.copy(self._manager.take_copies())
         self._manager.upload()
-        try:
-            return self._forward(plan.entries)
-        except Exception:
-            self._counters.failed_steps += 1
-            logger.exception("a step of %d sequences failed; running each alone", len(plan.entries))
-        outcomes = [self._alone(entry) for entry in plan.entries]
-        if all(isinstance(outcome, Exception) for outcome in outcomes):
-            self._runner.try_out(self._shape)
-        return outcomes
+        return self._attempts.run(plan.entries)
 
-    def _alone(self, entry: Scheduled) -> Outcome:
-        try:
-            return self._forward([entry])[0]
-        except Exception as error:
-            logger.exception("%s fails alone", _name(entry.sequence))
-            return error
-
-    def _forward(self, entries: Several[Scheduled]) -> list[Outcome]:
-        rows = [self._first_row(entry.sequence) for entry in entries]
-        batch = build_batch(entries, rows, self._manager.row_tables, self._shape)
-        outcomes: list[Outcome] = [None] * len(entries)
-        for index, token in zip(batch.drawn, self._runner.run(batch).tolist(), strict=True):
-            outcomes[index] = token if token >= 0 else ArithmeticError("the model's logits are not finite")
-        return outcomes
-
-    def _first_row(self, sequence: Sequence) -> int:
-        assert sequence.slot is not None
-        return self._manager.table_rows(sequence.slot).start
-
-    def _commit(self, plan: Plan, outcomes: list[Outcome], events: list[TokenEvent]) -> None:
+    def _commit(self, plan: Plan, outcomes: list[Outcome | Exception], events: list[TokenEvent]) -> None:
         """Books what was written for everybody first, so that no peak depends on who comes first."""
         for entry, outcome in zip(plan.entries, outcomes, strict=True):
             sequence = entry.sequence
@@ -192,21 +161,24 @@ class Engine:
         for entry, outcome in zip(plan.entries, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self._end(entry.sequence, FinishReason.ERROR, events, _complaint(outcome))
-            elif outcome is not None:
-                self._take(entry.sequence, outcome, events)
+            elif outcome.token is not None:
+                self._take(entry.sequence, outcome.token, outcome.score, events)
 
-    def _take(self, sequence: Sequence, token: int, events: list[TokenEvent]) -> None:
+    def _take(
+        self, sequence: Sequence, token: int, score: TokenScore | None, events: list[TokenEvent]
+    ) -> None:
         """A drawn token: the sequence grows or ends."""
         sequence.append(token)
         self._counters.output_tokens += 1
         request = sequence.work.request
         room = self._capacity[request.variant] - len(sequence.prompt)
         if token in request.stop_ids:
-            self._end(sequence, FinishReason.STOP, events, token=token)
+            self._end(sequence, FinishReason.STOP, events, token=token, score=score)
         elif sequence.output >= min(request.max_tokens, room):
-            self._end(sequence, FinishReason.LENGTH, events, token=token)
+            self._end(sequence, FinishReason.LENGTH, events, token=token, score=score)
         else:
-            events.append(TokenEvent(request.id, sequence.index, token, None, self._peak(sequence.work)))
+            kv = self._peak(sequence.work)
+            events.append(TokenEvent(request.id, sequence.index, token, None, kv, score=score))
 
     def _end(
         self,
@@ -215,10 +187,12 @@ class Engine:
         events: list[TokenEvent],
         error: str | None = None,
         token: int | None = None,
+        score: TokenScore | None = None,
     ) -> None:
         """Every end of a choice, whatever the reason: its blocks go back, and its last event goes out."""
         work = sequence.work
-        events.append(TokenEvent(work.request.id, sequence.index, token, reason, self._peak(work), error))
+        kv = self._peak(work)
+        events.append(TokenEvent(work.request.id, sequence.index, token, reason, kv, error, score))
         sequence.finish = reason
         self._counters.finished[reason] += 1
         self._scheduler.release(sequence)
@@ -285,10 +259,6 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             waiting_requests=len(self._scheduler.unstarted),
         )
-
-
-def _name(sequence: Sequence) -> str:
-    return f"request {sequence.work.request.id!r} choice {sequence.index}"
 
 
 def _complaint(error: Exception) -> str:

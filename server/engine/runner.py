@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from cache.copies import BlockCopies
 from cache.pool import KVPool
 from model.adjust import adjust
 from model.attention.base import AttentionBackend
 from model.decoder import Decoder
+from model.logprobs import Scores, ScoreTensors, score
 from model.sampler import sample
 from server.engine.batch import ForwardBatch, Shape, made_up_batch
+from server.engine.draws import Draws
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step gave, on the host."""
+
+    ids: npt.NDArray[np.int64]  # [N], in the order of `ForwardBatch.drawn`; -1 where logits were broken
+    scores: Scores | None = None  # of those ids, for the rows of `Draws.scored`
 
 
 class ModelRunner:
@@ -28,8 +41,8 @@ class ModelRunner:
         self._pool.copy_blocks(copies.src, copies.dst)
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch) -> npt.NDArray[np.int64]:
-        """The drawn ids `[N]` on the host, in the order of `batch.drawn`; -1 where logits were broken.
+    def run(self, batch: ForwardBatch) -> Drawn:
+        """One step: tokens are drawn where the batch says so.
 
         Writes K and V of the step's tokens, to the same places if called again. Waits for the device once, so
         that a fault of the step is raised here.
@@ -42,13 +55,11 @@ class ModelRunner:
             self._pool.layers,
             batch.wanted,
         )
-        if batch.sampling is None:
+        if batch.draws is None:
             batch.positions[:1].cpu()
-            return np.zeros(0, dtype=np.int64)
-        if batch.adjustments is not None:
-            logits = adjust(logits, batch.adjustments)
-        ids: npt.NDArray[np.int64] = sample(logits, batch.sampling).cpu().numpy()
-        return ids
+            return Drawn(np.zeros(0, dtype=np.int64))
+        ids, scores = _draw(logits, batch.draws)
+        return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host())
 
     def try_out(self, shape: Shape) -> None:
         """One token of nobody's through the model, into the scratch block; raises what the model raises."""
@@ -57,3 +68,16 @@ class ModelRunner:
             (variant.kv_heads, 1), self._pool.scratch_block, dtype=torch.int32, device=shape.device
         )
         self.run(made_up_batch(variant.name, 0, 1, 1, rows, shape))
+
+
+def _draw(logits: Tensor, draws: Draws) -> tuple[Tensor, ScoreTensors | None]:
+    """logits `[N, V]` -> the drawn ids `[N]`, and the scores that are asked for, of the raw logits."""
+    adjusted = logits if draws.adjustments is None else adjust(logits, draws.adjustments)
+    ids = sample(adjusted, draws.sampling)
+    if draws.scored is None:
+        return ids, None
+    rows = draws.scored.rows
+    drawn = ids.index_select(0, rows).clamp(
+        min=0
+    )  # the scores of a broken row are NaN, and nobody reads them
+    return ids, score(logits.index_select(0, rows), drawn, draws.scored.best)

@@ -13,7 +13,7 @@ from server.engine.build import build_engine
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
 from server.engine.options import EngineOptions
-from server.engine.request import FinishReason, KVPeak, Request, SamplingParams
+from server.engine.request import FinishReason, KVPeak, Request, SamplingParams, TokenEvent, TokenScore
 from server.engine.variants import CalibrationSource
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -28,6 +28,21 @@ class Answer:
     finish: FinishReason | None = None
     error: str | None = None
     kv: KVPeak | None = None
+    scores: list[TokenScore | None] = field(default_factory=list)  # one a token
+    prompt_scores: tuple[TokenScore | None, ...] | None = None
+    events: int = 0
+
+    def take(self, event: TokenEvent) -> None:
+        """The next event of this choice."""
+        assert self.finish is None, f"an event after the end of {event.request_id}[{event.index}]"
+        if event.token is not None:
+            self.ids.append(event.token)
+            self.scores.append(event.score)
+        if event.prompt_scores is not None:
+            assert self.events == 0, "prompt scores come with the first event"
+            self.prompt_scores = event.prompt_scores
+        self.finish, self.error, self.kv = event.finish, event.error, event.kv
+        self.events += 1
 
 
 def fp32_engine(
@@ -70,11 +85,7 @@ def run(engine: Engine, requests: Sequence[Request], max_steps: int = 20_000) ->
         if not engine.has_work:
             return [answers[r.id] for r in requests]
         for event in engine.step():
-            answer = answers[event.request_id][event.index]
-            assert answer.finish is None, f"an event after the end of {event.request_id}[{event.index}]"
-            if event.token is not None:
-                answer.ids.append(event.token)
-            answer.finish, answer.error, answer.kv = event.finish, event.error, event.kv
+            answers[event.request_id][event.index].take(event)
     raise AssertionError(f"the engine still has work after {max_steps} steps")
 
 

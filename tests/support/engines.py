@@ -64,10 +64,7 @@ def run_staggered(engine: Engine, arrivals: Sequence[tuple[int, Request]]) -> di
         while waiting and waiting[0][0] <= step:
             engine.add(waiting.pop(0)[1])
         for event in engine.step():
-            answer = answers[event.request_id][event.index]
-            if event.token is not None:
-                answer.ids.append(event.token)
-            answer.finish, answer.error, answer.kv = event.finish, event.error, event.kv
+            answers[event.request_id][event.index].take(event)
         step += 1
         assert step < 20_000
     return answers

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cache.copies import BlockCopies
@@ -21,7 +20,7 @@ from model.heads import NativeHeads, Variant
 from model.modes import Mode
 from server.engine.batch import ForwardBatch, Shape
 from server.engine.engine import Engine
-from server.engine.runner import ModelRunner
+from server.engine.runner import Drawn, ModelRunner
 from server.engine.scheduler import Limits
 from server.tools.compare.drive import Users, drive
 from server.tools.compare.work import Crowd, fixed_work
@@ -38,9 +37,9 @@ class DryRunner(ModelRunner):
     def copy(self, copies: BlockCopies) -> None:
         """Nothing."""
 
-    def run(self, batch: ForwardBatch) -> npt.NDArray[np.int64]:
+    def run(self, batch: ForwardBatch) -> Drawn:
         """Id 0 for each draw, in the order of `batch.drawn`."""
-        return np.zeros(len(batch.drawn), dtype=np.int64)
+        return Drawn(np.zeros(len(batch.drawn), dtype=np.int64))
 
     def try_out(self, shape: Shape) -> None:
         """Nothing."""
