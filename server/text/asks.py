@@ -18,10 +18,15 @@ class SamplingAsk:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
     seed: int | None = None
     n: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     priority: int | None = None
@@ -40,6 +45,8 @@ class CompletionAsk:
     model: str | None = None
     max_tokens: int | None = None
     echo: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     sampling: SamplingAsk = field(default_factory=SamplingAsk)
     cache_salt: str | None = None
     key_id: str = ""
@@ -57,6 +64,9 @@ class ChatAsk:
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     sampling: SamplingAsk = field(default_factory=SamplingAsk)
     cache_salt: str | None = None
     key_id: str = ""

@@ -11,11 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.engine.request import NOTHING_HELD, FinishReason, KVPeak, Request, TokenEvent
+from server.engine.request import NOTHING_HELD, FinishReason, KVPeak, Request, TokenEvent, TokenScore
 from server.text.errors import GenerationError
+from server.text.offsets import TextOffsets
 from server.text.prepare import Prepared
 from server.text.stops import StopMatcher
 from server.text.tokenizer import Tokenizer
+
+PromptScores = tuple[TokenScore | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +26,19 @@ class ChoiceDelta:
     """News of one choice in one hand-over of the engine.
 
     `text` may be empty while a character or a possible stop string is held back. `tokens` are the ids that
-    count towards usage. `finish_reason` is set once, on the choice's last delta.
+    count towards usage. `finish_reason` is set once, on the choice's last delta. Where scores are asked for,
+    `scores` and `offsets` (where each token begins in the choice's text, in characters, before a stop string
+    is cut off) go in step with `tokens`; `prompt_scores`, one for each token of the prompt, come with the
+    first delta.
     """
 
     index: int
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    scores: tuple[TokenScore, ...] = ()
+    offsets: tuple[int, ...] = ()
+    prompt_scores: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +96,12 @@ class Generation:
         self._running = 0 if stream is None else len(self._choices)
         self._failure: GenerationError | None = None  # raised once what came before it has been taken
         self._items: deque[ChoiceDelta | Done] = deque()
-        end = FinishReason.LENGTH if stream is None else None
-        for index in range(len(self._choices)):
-            echo = prepared.echo_of(index)
-            text = "" if echo is None else echo.text if end is None else echo.whole
-            if text or end is not None:
-                self._items.append(ChoiceDelta(index, text, (), end))
+        self._changed: dict[int, _Choice] = {}  # choices with a delta to give
+        for index, choice in enumerate(self._choices):
+            if stream is None:
+                choice.end(FinishReason.LENGTH)
+            if choice.ended or (choice.has_text and not choice.waits):
+                self._items.append(choice.delta(index))
         if stream is None:
             self._items.append(self._done())
 
@@ -131,9 +140,12 @@ class Generation:
         await stream.aclose()
 
     async def _hand_over(self, events: Iterable[TokenEvent]) -> None:
-        """One step's events to at most one delta a choice, then Done or the failure, if it was the last."""
-        changed: dict[int, _Choice] = {}
+        """One step's events to at most one delta a choice, then Done or the failure, if it was the last.
+
+        A choice whose answer begins with scores of its prompt is held back until they are there."""
         for event in events:
+            if event.prompt_scores is not None:
+                self._tell_prompt(event.index, event.prompt_scores)
             choice = self._choices[event.index]
             if choice.ended:
                 continue  # drawn, or aborted, after the stop string
@@ -141,17 +153,26 @@ class Generation:
                 self._failure = GenerationError(event.error or "The engine failed on this answer.")
                 continue
             self._kv = event.kv
-            changed[event.index] = choice
+            self._changed[event.index] = choice
             if choice.take(event):
                 self._running -= 1
                 if event.finish is None:
                     self._service.abort(self._prepared.request_id, event.index)
-        self._items.extend(choice.delta(index) for index, choice in changed.items())
+        over = self._failure is not None or not self._running
+        ready = [index for index, choice in self._changed.items() if over or not choice.waits]
+        self._items.extend(self._changed.pop(index).delta(index) for index in ready)
         if self._failure is not None:
             await self._leave()
         elif not self._running:
             await self._leave()
             self._items.append(self._done())
+
+    def _tell_prompt(self, index: int, scores: PromptScores) -> None:
+        """To all choices of the prompt that choice `index` belongs to."""
+        n = self._prepared.n
+        first = index // n * n
+        for choice in self._choices[first : first + n]:
+            choice.tell_prompt(scores)
 
     def _done(self) -> Done:
         return Done(
@@ -163,44 +184,79 @@ class Generation:
 
 
 class _Choice:
-    """One choice's way from tokens to text. `finish` is set once; `count` are its output tokens."""
+    """One choice's way from tokens to text. `finish` is set once; `count` are its output tokens; `waits` says
+    that its prompt's scores are to come first."""
 
     def __init__(self, prepared: Prepared, tokenizer: Tokenizer, index: int) -> None:
         self.finish: FinishReason | None = None
         self.count = 0
-        echo = prepared.echo_of(index)
+        request, echo = prepared.request, prepared.echo_of(index)
+        self.waits = request is not None and request.prompt_logprobs is not None
         self._detokenizer = tokenizer.detokenizer() if echo is None else echo.read.fork()
-        self._matcher = StopMatcher(prepared.stops)
-        self._min_tokens = prepared.min_tokens
-        self._text: list[str] = []
+        self._ends = prepared.ends
+        self._matcher = StopMatcher(self._ends.strings, include=self._ends.include)
+        self._place = TextOffsets(tokenizer, 0 if echo is None else len(echo.text))
+        self._text = [] if echo is None else [echo.text]
         self._tokens: list[int] = []
+        self._scores: list[TokenScore] = []
+        self._offsets: list[int] = []
+        self._prompt_scores: PromptScores | None = None
 
     @property
     def ended(self) -> bool:
         return self.finish is not None
+
+    @property
+    def has_text(self) -> bool:
+        return any(self._text)
+
+    def tell_prompt(self, scores: PromptScores) -> None:
+        """They go with the next delta, which is the first."""
+        self.waits = False
+        self._prompt_scores = scores
 
     def take(self, event: TokenEvent) -> bool:
         """Adds one event to the pending delta; True if it ended the choice."""
         if event.token is not None:
             self.count += 1
             self._tokens.append(event.token)
-            if event.finish is not FinishReason.STOP:  # the id that ends a choice has no text
-                self._add(self._detokenizer.push(event.token))
-        if event.finish is not None and not self.ended:
-            self._add(self._detokenizer.finish())
-            if not self.ended:
-                self._text.append(self._matcher.finish())
-                self.finish = event.finish
+            hidden = event.finish is FinishReason.STOP and event.token not in self._ends.shown_ids
+            text = "" if hidden else self._detokenizer.push(event.token)
+            if event.score is not None:
+                self._scores.append(event.score)
+                self._offsets.append(self._place.push(event.token, text))
+            self._add(text)
+        if event.finish is not None:
+            self.end(event.finish)
         return self.ended
+
+    def end(self, finish: FinishReason) -> None:
+        """Nothing follows; a stop that came before stays the reason. What was held back may still complete a
+        stop string, but not where nothing was generated: then it is the prompt's."""
+        if not self.ended:
+            held = self._detokenizer.finish()
+            self._add(held) if self.count else self._text.append(held)
+        if not self.ended:
+            self._text.append(self._matcher.finish())
+            self.finish = finish
 
     def delta(self, index: int) -> ChoiceDelta:
         """The pending delta, which starts anew."""
-        news = ChoiceDelta(index, "".join(self._text), tuple(self._tokens), self.finish)
-        self._text, self._tokens = [], []
+        news = ChoiceDelta(
+            index,
+            "".join(self._text),
+            tuple(self._tokens),
+            self.finish,
+            tuple(self._scores),
+            tuple(self._offsets),
+            self._prompt_scores,
+        )
+        self._text, self._tokens, self._scores, self._offsets = [], [], [], []
+        self._prompt_scores = None
         return news
 
     def _add(self, text: str) -> None:
-        if self.count < self._min_tokens:
+        if self.count < self._ends.min_tokens:
             self._text.append(text)
             return
         result = self._matcher.push(text)

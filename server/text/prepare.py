@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,14 @@ from server.engine.request import Request
 from server.engine.roots import cache_root
 from server.text.asks import ChatAsk, CompletionAsk
 from server.text.chat import ChatTemplate
+from server.text.checks import flag, integer, refuse, text
 from server.text.echo import Echo, echo_of_ids, echo_of_text
+from server.text.ends import Ends
 from server.text.errors import RequestError
 from server.text.lengths import Budget, too_long
-from server.text.params import MAX_CHOICES, Terms, integer, refuse, terms, text
+from server.text.params import MAX_CHOICES, Terms, terms
 from server.text.prompts import check_ids, read_prompts
+from server.text.scores import Scores, chat_scores, completion_scores
 from server.text.served import ServedModel, ServedVariant
 from server.text.tokenizer import Tokenizer
 
@@ -40,10 +43,10 @@ tokenised: one call must not hold up the others' for a minute, nor fill the memo
 class Prepared:
     """A checked request with what the words need to answer it.
 
-    `request` is None where nothing has to be generated (completions with max_tokens 0): `generate` then
-    answers without the engine. `model` is the name to echo, `prompts` the ids of each prompt, choice `i`
-    belongs to prompt `i // n`. `echo` has what to send before the choices of each prompt, or is empty.
-    `prompt_tokens` counts every prompt once, whatever `n`.
+    `request` is None where the engine has nothing to do (completions with max_tokens 0 and no scores of the
+    prompt): `generate` then answers without it. `model` is the name to echo, `prompts` the ids of each
+    prompt, choice `i` belongs to prompt `i // n`. `echo` has what to send before the choices of each prompt,
+    or is empty. `prompt_tokens` counts every prompt once, whatever `n`; `scores` say what is told of tokens.
     """
 
     request_id: str
@@ -53,9 +56,9 @@ class Prepared:
     n: int
     prompt_tokens: int
     request: Request | None
-    stops: tuple[str, ...] = ()
-    min_tokens: int = 0
+    ends: Ends = field(default_factory=Ends)
     echo: tuple[Echo, ...] = ()
+    scores: Scores = field(default_factory=Scores)
 
     @property
     def num_choices(self) -> int:
@@ -86,9 +89,9 @@ class Preparer:
         """Raises RequestError; never blocks the loop."""
         model, variant = self._served.resolve(ask.model)
         asked = None if ask.max_tokens is None else integer("max_tokens", ask.max_tokens, 0)
-        if ask.echo is not None and not isinstance(ask.echo, bool):
-            raise refuse("echo", ask.echo, "must be true or false")
+        wants_echo = flag("echo", ask.echo)
         given = read_prompts(ask.prompt, MAX_CHOICES)
+        scores = completion_scores(ask.logprobs, ask.prompt_logprobs)
         checked = self._terms(ask, len(given.ids) or len(given.texts))
         names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
         ids: list[Sequence[Any]] = list(given.ids) or list(await self._encode(given.texts, names, variant))
@@ -97,8 +100,10 @@ class Preparer:
         prompts = tuple(
             check_ids(name, prompt, self._served.vocab_rows) for name, prompt in zip(names, ids, strict=True)
         )
-        echo = await self._echo(given.texts, prompts) if ask.echo else ()
-        return self._prepared(ask, checked, model, variant, prompts, max_tokens, echo)
+        echo: tuple[Echo, ...] = ()
+        if wants_echo:
+            echo = await self._echo(given.texts, prompts, located=scores.output is not None)
+        return self._prepared(ask, checked, model, variant, prompts, max_tokens, echo, scores)
 
     async def chat(self, ask: ChatAsk) -> Prepared:
         """Raises RequestError (no template, a template's refusal, ...); never blocks the loop."""
@@ -108,12 +113,13 @@ class Preparer:
             name, asked = "max_completion_tokens", ask.max_completion_tokens
         if asked is not None:
             integer(name, asked, 1)
+        scores = chat_scores(ask.logprobs, ask.top_logprobs, ask.prompt_logprobs)
         checked = self._terms(ask, 1)
         rendered = await self._chat.render(ask.messages)
         ids = await self._encode([rendered], ["messages"], variant, special=False)
         max_tokens = Budget(variant.max_len, asked, name, None).max_tokens(["messages"], [len(ids[0])])
         prompts = (check_ids("messages", ids[0], self._served.vocab_rows),)
-        return self._prepared(ask, checked, model, variant, prompts, max_tokens, ())
+        return self._prepared(ask, checked, model, variant, prompts, max_tokens, (), scores)
 
     async def tokenize(self, prompt: str, *, special: bool = True, name: str = "prompt") -> list[int]:
         """Ids of a text, for /tokenize, off the loop when long; `name` is what errors call it."""
@@ -151,14 +157,21 @@ class Preparer:
             for name, content in zip(names, texts, strict=True)
         ]
 
-    async def _echo(self, texts: Sequence[str], prompts: Sequence[Sequence[int]]) -> tuple[Echo, ...]:
+    async def _echo(
+        self, texts: Sequence[str], prompts: Sequence[Sequence[int]], located: bool
+    ) -> tuple[Echo, ...]:
         """Prompts as the client gave them, as texts or as ids, of which there may be a million."""
+        words = self._tokenizer
+        if texts and not located:
+            return tuple(echo_of_text(content, words) for content in texts)
         if texts:
-            return tuple(echo_of_text(content, self._tokenizer) for content in texts)
+            reads = [
+                partial(echo_of_text, text, words, ids) for text, ids in zip(texts, prompts, strict=True)
+            ]
+        else:
+            reads = [partial(echo_of_ids, ids, words, located) for ids in prompts]
         loop = asyncio.get_running_loop()
-        return tuple(
-            [await loop.run_in_executor(self._pool, echo_of_ids, ids, self._tokenizer) for ids in prompts]
-        )
+        return tuple([await loop.run_in_executor(self._pool, read) for read in reads])
 
     def _encode_now(self, content: str, special: bool) -> list[int]:
         return self._tokenizer.encode(content) if special else self._tokenizer.encode_rendered(content)
@@ -183,11 +196,14 @@ class Preparer:
         prompts: tuple[tuple[int, ...], ...],
         max_tokens: int,
         echo: tuple[Echo, ...],
+        scores: Scores,
     ) -> Prepared:
-        if checked.min_tokens > max_tokens:
-            raise refuse(
-                "min_tokens", checked.min_tokens, f"must not exceed the output's limit of {max_tokens} tokens"
-            )
+        ends = checked.ends
+        if ends.min_tokens > max_tokens:
+            rule = f"must not exceed the output's limit of {max_tokens} tokens"
+            raise refuse("min_tokens", ends.min_tokens, rule)
+        prompt_tokens = sum(len(prompt) for prompt in prompts)
+        scores.check_size(prompt_tokens, checked.n, checked.n * len(prompts), max_tokens, bool(echo))
         root = cache_root(
             fingerprint=self._served.fingerprint,
             variant=f"{variant.name}:{variant.identity}",
@@ -203,9 +219,11 @@ class Preparer:
             max_tokens=max_tokens,
             sampling=checked.sampling,
             cache_root=root,
-            min_tokens=checked.min_tokens,
-            stop_ids=checked.stop_ids,
+            min_tokens=ends.min_tokens,
+            stop_ids=ends.ids,
             priority=checked.priority,
+            logprobs=scores.output,
+            prompt_logprobs=scores.of_prompt(bool(echo)),
         )
         return Prepared(
             request_id=ask.request_id,
@@ -213,9 +231,9 @@ class Preparer:
             variant=variant.name,
             prompts=prompts,
             n=checked.n,
-            prompt_tokens=sum(len(prompt) for prompt in prompts),
-            request=request if max_tokens else None,
-            stops=checked.stops,
-            min_tokens=checked.min_tokens,
+            prompt_tokens=prompt_tokens,
+            request=request if max_tokens or request.prompt_logprobs is not None else None,
+            ends=ends,
             echo=echo,
+            scores=scores,
         )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.text.checks import is_list, refuse, text
 from server.text.errors import RequestError
-from server.text.params import is_list, refuse, text
 
 _KINDS = "must be a string, a list of strings, a list of token ids or a list of lists of token ids"
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """`text` may be sent now; `stop` is the stop string that was completed, None while there is none."""
+    """`text` may be sent now; `stop` is the stop string that was completed, None while there is none. It is
+    at the end of `text` where it belongs to the answer, and left out where it does not."""
 
     text: str
     stop: str | None = None
@@ -22,8 +23,10 @@ class StopResult:
 class StopMatcher:
     """Feed it text with `push`; after a hit, or at the end of the text, it is done."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are non-empty strings; none at all means that every text passes at once."""
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`stops` are non-empty strings; none at all means that every text passes at once. `include`: the
+        stop belongs to the answer, so nothing has to be held back."""
+        self._include = include
         self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._held = ""
 
@@ -39,7 +42,10 @@ class StopMatcher:
             for automaton in self._automata:
                 if automaton.complete:
                     self._held = ""
-                    return StopResult(pending[: end + 1 - len(automaton.stop)], automaton.stop)
+                    left_out = 0 if self._include else len(automaton.stop)
+                    return StopResult(pending[: end + 1 - left_out], automaton.stop)
+        if self._include:
+            return StopResult(pending)
         keep = len(pending) - max(automaton.matched for automaton in self._automata)
         self._held = pending[keep:]
         return StopResult(pending[:keep])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from model.errors import ModelError
@@ -19,6 +20,23 @@ from server.text.detokenizer import (
     read_decoder,
 )
 from server.text.token_bytes import token_bound
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token by itself: `raw`, the bytes that it adds to a text, and a `name` for people.
+
+    The name is those bytes read as UTF-8, with U+FFFD where they are a part of a character only. A special
+    token adds no bytes, and its name is that of the vocabulary.
+    """
+
+    name: str
+    raw: bytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether the name is the text: not half a character, no special token."""
+        return self.name.encode() == self.raw
 
 
 class Tokenizer:
@@ -77,6 +95,18 @@ class Tokenizer:
     def piece(self, token: int) -> str | None:
         """The vocabulary's own spelling of an id, None beyond the vocabulary."""
         return self._tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
+
+    def token_text(self, token: int) -> TokenText:
+        """The token by itself; both parts are empty beyond the vocabulary. In its place at the head of a text
+        it may lose a space (sentencepiece)."""
+        piece = self._read(token)
+        if piece is None:
+            return TokenText(self.piece(token) or "", b"")
+        if isinstance(piece, bytes):
+            return TokenText(piece.decode("utf-8", "replace"), piece)
+        if self._plan.metaspace is not None:
+            piece = piece.replace(self._plan.metaspace, " ")
+        return TokenText(piece, piece.encode())
 
     def _visible_piece(self, token: int) -> str | None:
         piece = self.piece(token)

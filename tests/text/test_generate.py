@@ -9,6 +9,7 @@ import pytest
 
 from server.engine.request import FinishReason, KVPeak, Request, SamplingParams, TokenEvent
 from server.text.echo import Echo, echo_of_text
+from server.text.ends import Ends
 from server.text.errors import GenerationError
 from server.text.generate import ChoiceDelta, Done, Generation, generate
 from server.text.prepare import Prepared
@@ -67,8 +68,7 @@ def prepared(
         n=n,
         prompt_tokens=3 * prompts,
         request=None if empty else request,
-        stops=tuple(stops),
-        min_tokens=min_tokens,
+        ends=Ends(tuple(stops), min_tokens=min_tokens),
         echo=echo,
     )
 

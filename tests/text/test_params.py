@@ -12,6 +12,7 @@ import pytest
 from model.errors import ModelError
 from server.text.asks import SamplingAsk
 from server.text.defaults import SamplingDefaults, sampling_defaults
+from server.text.ends import Ends
 from server.text.errors import RequestError
 from server.text.params import Terms, terms
 
@@ -28,7 +29,7 @@ def check(prompts: int = 1, salt: Any = None, defaults: SamplingDefaults = OPENA
 
 def test_the_defaults_are_openais() -> None:
     found = check()
-    assert (found.n, found.stops, found.stop_ids, found.min_tokens, found.cache_salt) == (1, (), EOS, 0, "")
+    assert (found.n, found.ends, found.cache_salt) == (1, Ends(ids=EOS), "")
     params = found.sampling
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
     assert 0 <= params.seed < 2**64
@@ -37,9 +38,7 @@ def test_the_defaults_are_openais() -> None:
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 10**40, 1.0, True, "1"])
 def test_a_priority_is_a_32_bit_integer(value: Any) -> None:
-    with pytest.raises(
-        RequestError, match="priority: must be an integer from -2147483648 to 2147483647"
-    ):
+    with pytest.raises(RequestError, match="priority: must be an integer from -2147483648 to 2147483647"):
         check(priority=value)
 
 
@@ -119,14 +118,14 @@ def test_choices_are_limited_over_all_prompts() -> None:
 
 
 def test_stops() -> None:
-    assert check(stop=None).stops == check(stop=[]).stops == ()
-    assert check(stop="END").stops == ("END",)
-    assert check(stop=["a", "b"]).stops == ("a", "b")
-    assert check(stop="x" * 1024).stops == ("x" * 1024,)
-    assert check(stop_token_ids=[5, 0]).stop_ids == {0, 2, 5}
-    assert check(stop_token_ids=[ROWS - 1], ignore_eos=True).stop_ids == {ROWS - 1}
-    assert check(ignore_eos=True).stop_ids == frozenset()
-    assert check(ignore_eos=False).stop_ids == EOS
+    assert check(stop=None).ends.strings == check(stop=[]).ends.strings == ()
+    assert check(stop="END").ends.strings == ("END",)
+    assert check(stop=["a", "b"]).ends.strings == ("a", "b")
+    assert check(stop="x" * 1024).ends.strings == ("x" * 1024,)
+    assert check(stop_token_ids=[5, 0]).ends.ids == {0, 2, 5}
+    assert check(stop_token_ids=[ROWS - 1], ignore_eos=True).ends.ids == {ROWS - 1}
+    assert check(ignore_eos=True).ends.ids == frozenset()
+    assert check(ignore_eos=False).ends.ids == EOS
 
 
 def test_some_token_must_be_left_to_begin_with() -> None:
@@ -138,8 +137,8 @@ def test_some_token_must_be_left_to_begin_with() -> None:
 
     with pytest.raises(RequestError, match=r"^min_tokens: must be 0 where each of the 4 tokens .*, got 1\.$"):
         small(4, min_tokens=1)
-    assert small(5, min_tokens=1).min_tokens == 1
-    assert small(4, min_tokens=0).stop_ids == small(4).stop_ids == {0, 1, 2, 3}
+    assert small(5, min_tokens=1).ends.min_tokens == 1
+    assert small(4, min_tokens=0).ends.ids == small(4).ends.ids == {0, 1, 2, 3}
 
 
 def test_cache_salt() -> None:

@@ -90,7 +90,7 @@ async def test_a_plain_completion(preparer: Preparer, folder: Path) -> None:
     assert (request.max_tokens, request.n, request.min_tokens) == (16, 1, 0)
     assert request.stop_ids == {2} and len(request.cache_root) == 32
     assert (prepared.prompt_tokens, prepared.num_choices) == (len(ids), 1)
-    assert prepared.stops == prepared.echo == ()
+    assert prepared.ends.strings == prepared.echo == ()
 
 
 async def test_prompts_in_four_shapes(preparer: Preparer) -> None:
@@ -207,8 +207,8 @@ async def test_min_tokens_and_stop_ids(preparer: Preparer) -> None:
         preparer, max_tokens=8, sampling={"min_tokens": 4, "stop": ["x"], "stop_token_ids": [9]}
     )
     assert prepared.request is not None
-    assert prepared.min_tokens == prepared.request.min_tokens == 4
-    assert prepared.stops == ("x",) and prepared.request.stop_ids == {2, 9}
+    assert prepared.ends.min_tokens == prepared.request.min_tokens == 4
+    assert prepared.ends.strings == ("x",) and prepared.request.stop_ids == {2, 9}
     with pytest.raises(RequestError, match=r"min_tokens: must not exceed .* 8 tokens, got 9"):
         await completion(preparer, max_tokens=8, sampling={"min_tokens": 9})
 
