@@ -5,10 +5,6 @@ from __future__ import annotations
 import gc
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -16,8 +12,8 @@ import pytest
 import torch
 
 from tests.support import checkpoints
-from tests.support.command import ROOT, InProcess, check_one_line, headroom
-from tests.support.server import free_port, running
+from tests.support.command import InProcess, check_one_line, headroom
+from tests.support.server import running
 
 SMALL = ["--dtype", "float32", "--kv-memory", "1MiB"]
 
@@ -213,50 +209,3 @@ def test_torchs_own_words_for_no_memory(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_cuda_without_a_gpu(here: InProcess, tiny_served: Path) -> None:
     check_one_line(here("serve", str(tiny_served), "--port", "0", "--device", "cuda"), "--device")
-
-
-@pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, {143}), (signal.SIGINT, {130})])
-def test_told_to_stop_while_loading(tiny_served: Path, number: signal.Signals, codes: set[int]) -> None:
-    words = [sys.executable, "-m", "server.cli", "serve", str(tiny_served), "--port", str(free_port())]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        maps = Path(f"/proc/{process.pid}/maps")
-        deadline = time.monotonic() + 30
-        while "libtorch_cpu" not in maps.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(number)
-        begin = time.monotonic()
-        out, err = process.communicate(timeout=20)
-        assert process.returncode in codes, err
-        assert time.monotonic() - begin < 10
-        assert "Traceback" not in err
-        assert out == ""
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_the_second_signal_does_not_wait(tmp_path: Path, smol: Path) -> None:
-    folder = checkpoints.make_chain(tmp_path / "loop", [19556, 905, 19556])
-    checkpoints.add_tokenizer(folder, smol)
-    body = {"prompt": [19556], "max_tokens": 8000, "temperature": 0, "ignore_eos": True, "stream": True}
-    with running(folder, "--dtype", "float32", "--kv-memory", "256MiB", "--grace", "60") as server:
-        with server.http.stream("POST", "/v1/completions", json=body) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            server.terminate()
-            server.terminate()  # at once, as `timeout` and `make` do: an echo of the first
-            while server.http.get("/health").status_code == 200:
-                time.sleep(0.02)
-            time.sleep(0.5)
-            assert server.process.poll() is None
-            assert "again" not in server.log()
-            begin = time.monotonic()
-            server.terminate()
-            rest = "\n".join(lines)
-        assert server.wait(10) == 143
-        assert time.monotonic() - begin < 5
-        assert '"error"' in rest
-        assert rest.rstrip().endswith("data: [DONE]")
-        assert "Traceback" not in server.log()
