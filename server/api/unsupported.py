@@ -23,7 +23,6 @@ _SHARED: Harmless = {
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logit_bias": ({},),
@@ -84,14 +83,15 @@ TOKENIZE: Harmless = {
     "return_token_strs": (False,),
     "tools": ([],),
 }
+_SAME_AS = {"best_of": "n"}  # a field that asks for nothing where it repeats another: so many, all of them
 STREAM_OPTIONS: Harmless = {"continuous_usage_stats": (False,)}
 
 
 def refuse(body: Mapping[str, Any], fields: Harmless, inside: str = "") -> None:
     """Raises ApiError 400 for the first of `fields` that `body` sets; `inside` prefixes its name."""
     for name in fields:
-        value = body.get(name)
-        if value is not None and not any(_same(value, harmless) for harmless in fields[name]):
+        value, harmless = body.get(name), (*fields[name], body.get(_SAME_AS.get(name, "")))
+        if value is not None and not any(_same(value, nothing) for nothing in harmless):
             path = inside + name
             raise ApiError(
                 400, f"{path}: not supported by this server; leave it out.", path, "unsupported_parameter"

@@ -62,6 +62,12 @@ def _optional_ids(value: Any) -> Any:
     return None if value is None else _ids(value)
 
 
+def _biases(value: Any) -> Any:
+    if value is None or isinstance(value, dict):
+        return value
+    raise ValueError("an object with token ids for names and numbers for values, or null")
+
+
 def _messages(value: Any) -> Any:
     if isinstance(value, list) and set(map(type, value)) <= {dict}:
         return value
@@ -79,6 +85,13 @@ Stop = Annotated[
 Ids = Annotated[list[int], PlainValidator(_ids), WithJsonSchema(_IDS)]
 OptionalIds = Annotated[
     Any, PlainValidator(_optional_ids), WithJsonSchema({"anyOf": [_IDS, {"type": "null"}]})
+]
+Biases = Annotated[
+    Any,
+    PlainValidator(_biases),
+    WithJsonSchema(
+        {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}
+    ),
 ]
 Messages = Annotated[
     list[dict[str, Any]], PlainValidator(_messages), WithJsonSchema({"type": "array", "items": _MESSAGE})
@@ -113,13 +126,31 @@ class SamplingBody(Wire):
     min_p: float | None = Field(
         None, description="Drop below this share of the likeliest; default: the checkpoint's, else 0."
     )
+    repetition_penalty: float | None = Field(
+        None,
+        description="Divides the logits of tokens in prompt or output (multiplies them, if negative); "
+        "default: the checkpoint's, else 1.",
+    )
+    presence_penalty: float | None = Field(
+        None, description="Subtracted from the logits of tokens in the output; -2 to 2, default 0."
+    )
+    frequency_penalty: float | None = Field(
+        None, description="The same for each time that a token is in the output; -2 to 2, default 0."
+    )
+    logit_bias: Biases = Field(None, description="Added to logits, by token id; -100 to 100.")
     max_tokens: int | None = Field(None, description="The most tokens a choice may have.")
     n: int | None = Field(None, description="Choices for each prompt; default 1.")
     seed: int | None = Field(None, description="The same seed gives the same answer, whoever else is served.")
     stop: Stop = Field(None, description="Strings that end a choice; they are not part of its text.")
     stop_token_ids: OptionalIds = Field(None, description="Further token ids that end a choice.")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="The string of `stop`, or the text of the stop id, is a part of the answer."
+    )
     ignore_eos: bool | None = Field(None, description="Do not end at end-of-sequence tokens.")
     min_tokens: int | None = Field(None, description="No end before this many tokens; default 0.")
+    prompt_logprobs: int | None = Field(
+        None, description="Log-probabilities of the prompt's tokens, and of 0 to 20 likeliest beside each."
+    )
     stream: bool | None = Field(None, description="Answer as server-sent events, the last one [DONE].")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     priority: int | None = Field(None, description="Lower runs first; -2^31 to 2^31 - 1, default 0.")
@@ -135,10 +166,15 @@ class SamplingBody(Wire):
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
             seed=self.seed,
             n=self.n,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
             priority=self.priority,
@@ -155,6 +191,9 @@ class CompletionBody(SamplingBody):
 
     prompt: Prompt = Field(description="Text or token ids; a list of prompts gets a choice (or n) for each.")
     echo: bool | None = Field(None, description="Begin each text with its prompt.")
+    logprobs: int | None = Field(
+        None, description="Log-probabilities of the tokens, and of 0 to 5 likeliest beside each."
+    )
 
 
 class ChatBody(SamplingBody):
@@ -162,6 +201,10 @@ class ChatBody(SamplingBody):
 
     messages: Messages = Field(description="The conversation so far; text only.")
     max_completion_tokens: int | None = Field(None, description="Newer name of max_tokens; wins over it.")
+    logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens.")
+    top_logprobs: int | None = Field(
+        None, description="With `logprobs`: those of 0 to 20 likeliest tokens beside each too."
+    )
 
 
 class TokenizeBody(Wire):

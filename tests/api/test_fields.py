@@ -40,6 +40,15 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("stop_token_ids", 5),
     ("stop_token_ids", ["5"]),
     ("stop_token_ids", [True]),
+    ("repetition_penalty", "1"),
+    ("presence_penalty", True),
+    ("frequency_penalty", []),
+    ("logit_bias", []),
+    ("logit_bias", "5"),
+    ("include_stop_str_in_output", 1),
+    ("include_stop_str_in_output", "true"),
+    ("prompt_logprobs", True),
+    ("prompt_logprobs", 1.0),
     ("model", 1),
     ("user", 1),
     ("cache_salt", 1),
@@ -151,6 +160,8 @@ SETTING: dict[str, Any] = {  # a value that asks for something, for each field w
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "logit_bias": {"5": 1},
+    "prompt_logprobs": 1,
+    "top_logprobs": 1,
     "modalities": ["audio"],
     "verbosity": "low",
 }
@@ -163,9 +174,10 @@ SETTING: dict[str, Any] = {  # a value that asks for something, for each field w
 async def test_fields_we_lack(
     words: Path, path: str, good: dict[str, Any], fields: dict[str, tuple[Any, ...]]
 ) -> None:
+    settings = SETTING | {"logprobs": 1 if path == COMPLETIONS else True}
     async with serving(words) as api:
         for name in fields:
-            error = check_error(await api.http.post(path, json={**good, name: SETTING.get(name, 1.25)}), 400)
+            error = check_error(await api.http.post(path, json={**good, name: settings.get(name, 1.25)}), 400)
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
         assert api.service.requests == []
         plain = (await api.http.post(path, json=good)).json()["choices"]
