@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, json_response
+from server.api.identity import Identity
 from server.api.state import ApiState
 from server.api.stream import EventStream, until_gone
 from server.engine.errors import EngineError, QueueFull
@@ -47,11 +48,14 @@ class Shape(Protocol):
 class Answer:
     """One call's answer: constant id, time and model, whatever form it takes."""
 
-    def __init__(self, state: ApiState, prepared: Prepared, shape: Shape, clock: TokenClock) -> None:
+    def __init__(
+        self, state: ApiState, prepared: Prepared, shape: Shape, clock: TokenClock, identity: Identity
+    ) -> None:
         self._state = state
         self._prepared = prepared
         self._shape = shape
         self._clock = clock
+        self._identity = identity
         self._recorded = False
         self._head = {
             "id": prepared.request_id,
@@ -68,7 +72,7 @@ class Answer:
         finally:
             await generation.aclose()
         self._record("ok")
-        return json_response(body, headers=self._headers())
+        return json_response(body)
 
     async def stream(self, request: Request, include_usage: bool) -> Response:
         """The answer as events. What fails before the first token is still an ordinary HTTP error."""
@@ -79,7 +83,7 @@ class Answer:
             await generation.aclose()
             raise
         events = self._events(generation, first, include_usage)
-        return EventStream(events, self._headers(), self._state.settings.stall_seconds, self._left)
+        return EventStream(events, self._state.settings.stall_seconds, self._left)
 
     def _left(self) -> None:
         self._record("client_gone")
@@ -89,9 +93,6 @@ class Answer:
         if not self._recorded:
             self._recorded = True
             self._state.metrics.outcome(outcome)
-
-    def _headers(self) -> dict[str, str]:
-        return {"x-request-id": self._prepared.request_id}
 
     async def _collect(self, generation: Generation) -> dict[str, Any]:
         texts: list[list[str]] = [[] for _ in range(self._prepared.num_choices)]
@@ -142,7 +143,7 @@ class Answer:
         self._record("error")
         known = as_api_error(error)
         if known is None:
-            _log.error("answer %s failed", self._prepared.request_id, exc_info=error)
+            _log.error("answer %s failed", self._identity, exc_info=error)
         return known or internal_error()
 
     def _usage(self, done: Done) -> dict[str, Any]:

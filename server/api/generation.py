@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from server.api.answer import Answer, Shape, outcome_of
 from server.api.body import read_object
 from server.api.describe import accepts, answers
 from server.api.guard import KEY_ID
+from server.api.identity import identity_of, own_id
 from server.api.state import ApiState
 from server.api.unsupported import CHAT, COMPLETION, Harmless, refuse, refuse_in_stream_options
 from server.api.wire import ChatBody, CompletionBody, SamplingBody, validate
@@ -70,15 +70,16 @@ class _Endpoint:
     body: type[SamplingBody]
     unsupported: Harmless
     shape: Shape
-    prepare: Callable[[Preparer, Any, str], Awaitable[Prepared]]  # (preparer, wire body, key id)
+    ids: str  # what the ids of its answers begin with
+    prepare: Callable[[Preparer, Any, str, str], Awaitable[Prepared]]  # (..., wire body, its id, key id)
 
 
 def routes(state: ApiState) -> APIRouter:
     """The two endpoints that run the model."""
     router = APIRouter()
 
-    completions = _Endpoint(CompletionBody, COMPLETION, CompletionShape(), _completion)
-    chats = _Endpoint(ChatBody, CHAT, ChatShape(), _chat)
+    completions = _Endpoint(CompletionBody, COMPLETION, CompletionShape(), "cmpl", _completion)
+    chats = _Endpoint(ChatBody, CHAT, ChatShape(), "chatcmpl", _chat)
 
     @router.post(
         "/v1/completions",
@@ -111,10 +112,10 @@ def routes(state: ApiState) -> APIRouter:
     return router
 
 
-async def _completion(preparer: Preparer, body: CompletionBody, key: str) -> Prepared:
+async def _completion(preparer: Preparer, body: CompletionBody, name: str, key: str) -> Prepared:
     return await preparer.completion(
         CompletionAsk(
-            request_id=f"cmpl-{uuid.uuid4().hex}",
+            request_id=name,
             prompt=body.prompt,
             model=body.model,
             max_tokens=body.max_tokens,
@@ -126,10 +127,10 @@ async def _completion(preparer: Preparer, body: CompletionBody, key: str) -> Pre
     )
 
 
-async def _chat(preparer: Preparer, body: ChatBody, key: str) -> Prepared:
+async def _chat(preparer: Preparer, body: ChatBody, name: str, key: str) -> Prepared:
     return await preparer.chat(
         ChatAsk(
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            request_id=name,
             messages=body.messages,
             model=body.model,
             max_tokens=body.max_tokens,
@@ -143,13 +144,15 @@ async def _chat(preparer: Preparer, body: ChatBody, key: str) -> Prepared:
 
 async def _run(state: ApiState, endpoint: _Endpoint, request: Request) -> Response:
     clock = state.metrics.clock()
+    identity = identity_of(request.scope)
+    identity.own = own_id(endpoint.ids)
     try:
         raw = await read_object(request, state.settings)
         body = validate(endpoint.body, raw)
         refuse(raw, endpoint.unsupported)
         refuse_in_stream_options(raw)
-        prepared = await endpoint.prepare(state.preparer, body, request.scope[KEY_ID])
-        answer = Answer(state, prepared, endpoint.shape, clock)
+        prepared = await endpoint.prepare(state.preparer, body, identity.own, request.scope[KEY_ID])
+        answer = Answer(state, prepared, endpoint.shape, clock, identity)
         if body.stream:
             return await answer.stream(request, body.include_usage)
         return await answer.whole(request)

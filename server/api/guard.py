@@ -1,4 +1,6 @@
-"""The door: which hosts, origins and keys may pass, before any route is looked at (pure ASGI)."""
+"""The door: which hosts, origins and keys may pass, before any route is looked at, and which headers every
+answer has (pure ASGI).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from ipaddress import ip_address
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import ApiError, internal_error, shutting_down
+from server.api.identity import HEADER, Identity, identify
 from server.api.state import ApiSettings
 
 KEY_ID = "headroom.key_id"  # in the ASGI scope: which key was used, "" without keys
@@ -36,11 +39,14 @@ class Guard:
         """One HTTP request: passed on, refused (403, 401), or answered here (a preflight)."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served here, not {scope['type']}")
+        identity = identify(scope)
         started = False
 
         async def watched(message: Message) -> None:
             nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                started = True
+                message = {**message, "headers": [*message.get("headers", ()), *_common(identity, message)]}
             await send(message)
 
         origin = next(iter(_values(scope["headers"], b"origin")), None)
@@ -55,7 +61,7 @@ class Guard:
                 await shutting_down().response()(scope, receive, answer)
             raise
         except Exception:
-            _log.exception("%s %s failed", scope["method"], scope["path"])
+            _log.exception("%s %s failed, request %s", scope["method"], scope["path"], identity)
             if not started:
                 await internal_error().response()(scope, receive, answer)
 
@@ -112,6 +118,17 @@ def key_id(key: str) -> str:
     return hashlib.sha256(b"headroom key id " + key.encode()).hexdigest()[:16]
 
 
+def _common(identity: Identity, message: Message) -> Iterator[tuple[bytes, bytes]]:
+    """The headers of every answer: no browser guesses that JSON is a page, and a page loads nothing but what
+    this server sends, and runs no script that is written into it."""
+    yield HEADER, identity.shown.encode("ascii")
+    yield b"x-content-type-options", b"nosniff"
+    kinds = [value for name, value in message.get("headers", ()) if name.lower() == b"content-type"]
+    if any(kind.lower().startswith(b"text/html") for kind in kinds):
+        yield b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'"
+        yield b"referrer-policy", b"no-referrer"
+
+
 def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in headers if key == name]
 
@@ -142,7 +159,7 @@ async def _preflight(send: Send) -> None:
     """What a browser asks before a cross-origin POST; `_with_origin` adds the allowed origin."""
     headers = [
         (b"access-control-allow-methods", b"GET, POST"),
-        (b"access-control-allow-headers", b"authorization, content-type"),
+        (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
         (b"access-control-max-age", b"600"),
     ]
     await send({"type": "http.response.start", "status": 204, "headers": headers})

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.api.errors import ApiError
+from server.api.identity import own_id
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
 MAX_HEAD = 64 * 2**10  # bytes of request line and headers together
 MAX_WAITING = 64 * 2**10  # bytes of next requests that wait for an answer to end; the rest must be sent again
+LINGER_SECONDS = 2.0  # after a refusal, in which the client may read it before the connection goes
 HEAD_SECONDS = 30.0  # from a connection (or the first byte of a next request) to the end of its head
 
 
@@ -36,6 +38,7 @@ class BoundedHttp(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None  # the request that runs; others wait in `pipeline`
     _waiting_bytes = 0
+    _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connects: the clock of its first head starts; 503 where there are too many."""
@@ -57,6 +60,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a head are counted and timed, those of a body passed on."""
+        if self._refused:
+            return
         if self._must_wait(len(data)) > MAX_WAITING and self._answering is not None:
             self._answering.keep_alive = False
             self.pipeline.clear()
@@ -104,19 +109,24 @@ class BoundedHttp(HttpToolsProtocol):
         self._refuse(ApiError(400, "This is not a valid HTTP request.", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without ASGI, and close; what else the client sends is not read."""
-        if self.transport.is_closing():
+        """Answer without ASGI, and close, but not at once: a connection that is closed with bytes unread
+        is reset, and the answer may be lost on its way. What else the client sends is thrown away."""
+        if self.transport.is_closing() or self._refused:
             return
+        self._refused = True
+        self._stop_timer()
         body = json.dumps(error.body(), separators=(",", ":")).encode()
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
+            "x-request-id": own_id(),
         }
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in {**headers, **error.headers}.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
-        self.transport.close()
+        self.transport.write_eof()
+        self._head_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _give_up(self) -> None:
         self._head_timer = None

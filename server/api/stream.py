@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.errors import ClientGone
+from server.api.identity import identity_of
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -45,13 +46,11 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        headers: Mapping[str, str],
         stall_seconds: float,
         left: Callable[[], None],
     ) -> None:
         # Proxies must pass each event on at once.
-        extra = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(None, 200, {**headers, **extra})
+        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._stall_seconds = stall_seconds
@@ -64,7 +63,8 @@ class EventStream(Response):
         except ClientGone:
             self._left()
         except TimeoutError:
-            _log.info("a client took nothing for %g s; its stream is closed", self._stall_seconds)
+            who = identity_of(scope)
+            _log.info("%s: the client took nothing for %g s; its stream is closed", who, self._stall_seconds)
             self._left()
         finally:
             await self._events.aclose()

@@ -69,7 +69,7 @@ async def test_silent_connections_are_closed(words: Path, monkeypatch: pytest.Mo
         replies = await asyncio.gather(
             answer_to(api.port),
             answer_to(api.port, b"GET / HT"),
-            answer_to(api.port, *[b"a"] * 20, pause=0.05),
+            answer_to(api.port, b"GET / HTTP/1.1\r\n", *[b"a"] * 20, pause=0.05),
         )
         assert replies == [b"", b"", b""]
         assert time.monotonic() - begin < 3
