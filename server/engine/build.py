@@ -24,6 +24,7 @@ from model.loader import load_weights
 from model.modes import Mode
 from model.weights import ModelWeights
 from server.engine.batch import Shape
+from server.engine.constraint import MatcherSource
 from server.engine.device import DTypeChoice, choose_device, choose_dtype
 from server.engine.engine import Engine
 from server.engine.errors import ConfigError
@@ -83,11 +84,13 @@ def build_engine(
     calibration: CalibrationSource | None = None,
     variants: Sequence[Variant] = (),
     weights: WeightsSource | None = None,
+    matchers: MatcherSource | None = None,
 ) -> tuple[Engine, EngineFacts]:
     """Load the checkpoint in `model_folder`, size the pool, and join the rooms.
 
     `calibration` is what head maps of reduced modes are fitted with; `variants` are served instead of the
-    modes of `options` if there are any; `weights` makes them instead of reading the folder's. Raises
+    modes of `options` if there are any; `weights` makes them instead of reading the folder's;
+    `matchers` makes what keeps answers within a grammar. Raises
     ModelError (checkpoint, modes) or ConfigError (options); both carry one line for the user.
     """
     frame = _frame(options, model_folder, calibration, variants)
@@ -105,7 +108,7 @@ def build_engine(
     parts = _Parts(frame, decoder, shape, choose_attention_backend(device, dtype), linear)
     size = _size(parts)
     context = _fit(frame, size)
-    engine = _join(parts, size, context)
+    engine = _join(parts, size, context, matchers)
     return engine, _facts(parts, size, context, summary(engine.report().audit))
 
 
@@ -207,7 +210,7 @@ def _pool(frame: _Frame, size: PoolSize) -> KVPool:
     return pool
 
 
-def _join(parts: _Parts, size: PoolSize, context: Context) -> Engine:
+def _join(parts: _Parts, size: PoolSize, context: Context, matchers: MatcherSource | None) -> Engine:
     frame = parts.frame
     pool = _pool(frame, size)
     manager = CacheManager(
@@ -221,7 +224,7 @@ def _join(parts: _Parts, size: PoolSize, context: Context) -> Engine:
         prefix_cache=frame.options.prefix_cache,
     )
     runner = ModelRunner(parts.decoder, pool, parts.attention)
-    return Engine(runner, manager, parts.shape, frame.limits, context.by_mode, debug=frame.options.debug)
+    return Engine(runner, manager, parts.shape, frame.limits, context.by_mode, frame.options.debug, matchers)
 
 
 def _facts(parts: _Parts, size: PoolSize, context: Context, audited: str) -> EngineFacts:

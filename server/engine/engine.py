@@ -10,6 +10,7 @@ from cache.recount import checked_report
 from cache.report import BlockPage, CacheReport
 from server.engine.attempts import Attempts, Outcome, name_of
 from server.engine.batch import Shape
+from server.engine.constraint import Matcher, MatcherSource
 from server.engine.errors import EngineDead
 from server.engine.reconcile import reconcile
 from server.engine.request import FinishReason, KVPeak, Request, TokenEvent, TokenScore, failed
@@ -26,6 +27,7 @@ class Engine:
 
     `capacity` maps each variant to the most tokens (prompt and output) that a sequence of it may have.
     `debug`: every step ends with a recount of all that is counted; a counter that is wrong ends the engine.
+    `matchers` makes what keeps answers within a grammar; without it, requests have none.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class Engine:
         limits: Limits,
         capacity: Mapping[str, int],
         debug: bool = False,
+        matchers: MatcherSource | None = None,
     ) -> None:
+        self._matchers = matchers
         self._runner = runner
         self._manager = manager
         self._shape = shape
@@ -78,11 +82,19 @@ class Engine:
         self.check(request)
         if request.id in self._works:
             raise ValueError(f"request id {request.id!r} is in flight already")
+        matcher = self._matcher(request)
         account = self._manager.open_account(request.id, request.variant)
-        work = Work(request, self._arrivals, account, self._shape.block_size)
+        work = Work(request, self._arrivals, account, self._shape.block_size, matcher)
         self._arrivals += 1
         self._works[request.id] = work
         self._scheduler.add(work)
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        if request.constraint is None:
+            return None
+        if self._matchers is None:
+            raise ValueError("this engine was built without grammars")
+        return self._matchers.matcher(request.constraint)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End one choice, or all, at the start of the next step. What is unknown or over is ignored."""
@@ -173,6 +185,14 @@ class Engine:
         request = sequence.work.request
         room = self._capacity[request.variant] - len(sequence.prompt)
         if token in request.stop_ids:
+            self._end(sequence, FinishReason.STOP, events, token=token, score=score)
+            return
+        try:
+            whole = sequence.follow(token)
+        except ValueError as error:  # its grammar ends there, and nobody else's does
+            self._end(sequence, FinishReason.ERROR, events, str(error))
+            return
+        if whole:
             self._end(sequence, FinishReason.STOP, events, token=token, score=score)
         elif sequence.output >= min(request.max_tokens, room):
             self._end(sequence, FinishReason.LENGTH, events, token=token, score=score)

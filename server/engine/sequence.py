@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cache.chain import TokenChain
+from server.engine.constraint import Matcher
 from server.engine.request import FinishReason, Request
 
 
@@ -13,7 +14,7 @@ class Sequence:
     a sequence decodes, with more it prefills: nothing else tells the two apart.
     """
 
-    __slots__ = ("_chain", "computed", "finish", "index", "key", "output", "ran", "slot", "work")
+    __slots__ = ("_chain", "_matcher", "computed", "finish", "index", "key", "output", "ran", "slot", "work")
 
     def __init__(self, work: Work, index: int) -> None:
         self.work = work
@@ -26,6 +27,7 @@ class Sequence:
         self.ran = False  # admitted at least once
         self.finish: FinishReason | None = None
         self._chain: TokenChain | None = None
+        self._matcher: Matcher | None = None
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -54,6 +56,22 @@ class Sequence:
         """Tokens still to run before the next one can be drawn."""
         return self.length - self.computed
 
+    @property
+    def matcher(self) -> Matcher | None:
+        """What its next token must fit, None if any will do; made when first needed, kept for life."""
+        if self._matcher is None and self.work.matcher is not None:
+            self._matcher = self.work.matcher.copy()
+        return self._matcher
+
+    def follow(self, token: int) -> bool:
+        """Takes a drawn token through its grammar; whether the answer is whole, and nothing may follow.
+        Raises ValueError if the grammar cannot be followed any further."""
+        matcher = self.matcher
+        if matcher is None:
+            return False
+        matcher.advance(token)
+        return matcher.complete
+
     def append(self, token: int) -> None:
         """Take a drawn token."""
         self.chain.append(token)
@@ -63,13 +81,16 @@ class Sequence:
 class Work:
     """A request in flight, and the account under which the cache counts what its choices hold."""
 
-    __slots__ = ("account", "arrival", "block_size", "request", "sequences", "unfinished")
+    __slots__ = ("account", "arrival", "block_size", "matcher", "request", "sequences", "unfinished")
 
-    def __init__(self, request: Request, arrival: int, account: int, block_size: int) -> None:
+    def __init__(
+        self, request: Request, arrival: int, account: int, block_size: int, matcher: Matcher | None = None
+    ) -> None:
         self.request = request
         self.arrival = arrival
         self.account = account
         self.block_size = block_size  # tokens
+        self.matcher = matcher  # at the start of the request's grammar, to be copied; None if it has none
         self.sequences = tuple(Sequence(self, i) for i in range(len(request.prompts) * request.n))
         self.unfinished = len(self.sequences)
 
