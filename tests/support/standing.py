@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.support.server import Served
@@ -34,3 +36,17 @@ def assert_stands(server: Served, known: Known, seconds: float = 10.0) -> None:
     blocks = {state: entry["blocks"] for state, entry in report["states"].items()}
     assert blocks["live"] == 0
     assert sum(blocks.values()) == report["pool"]["blocks"], blocks
+
+
+def known_from_reference(folder: Path, prompt: str, tokens: int, eos: Sequence[int] = (2,)) -> Known:
+    """What transformers says after `prompt` on the same folder, as the text that follows it."""
+    from tests.support.reference import load_reference, load_reference_tokenizer
+
+    tokenizer = load_reference_tokenizer(folder)
+    ids = tokenizer(prompt).input_ids
+    answer = load_reference(folder).greedy(ids, tokens, eos=eos)
+    before = tokenizer.decode(ids, skip_special_tokens=True)
+    text = str(tokenizer.decode([*ids, *answer], skip_special_tokens=True))
+    if not text.startswith(before):
+        raise ValueError(f"the prompt does not come back: {before!r}, {text!r}")
+    return Known(prompt, text[len(before) :], tokens)
