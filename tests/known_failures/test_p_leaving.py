@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.processes import within
 from tests.support.scripted import HELLO, NEWLINE, WORLD
 from tests.support.server import RunningServer, running
 from tests.support.standing import Known, assert_stands
@@ -62,23 +63,25 @@ def leave_with_copies(server: RunningServer) -> None:
         server.http.post(C, json=LONG | {"n": 4, "temperature": 1}, timeout=0.5)
 
 
-def leave_in_prefill(server: RunningServer) -> None:
-    """Before the first token of a prompt of many steps."""
-    with pytest.raises(httpx.ReadTimeout):
-        server.http.post(C, json=LONG | {"prompt": [HELLO] * 4000, "stream": True}, timeout=0.1)
-
-
-def on_a_socket(server: RunningServer) -> socket.socket:
-    body = json.dumps(LONG | {"stream": True}).encode()
+def on_a_socket(server: RunningServer, **fields: Any) -> socket.socket:
+    """A long stream asked for, by a client whose reading is its own business."""
+    body = json.dumps(LONG | {"stream": True} | fields).encode()
     head = f"POST {C} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     client = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
     client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    assert client.recv(1000)
     return client
+
+
+def leave_in_prefill(server: RunningServer) -> None:
+    """Before the first token of a prompt of thirty steps."""
+    client = on_a_socket(server, prompt=[HELLO] * 7900, max_tokens=200)
+    assert within(5, lambda: server.live_blocks() > 0)
+    client.close()
 
 
 def leave_by_reset(server: RunningServer) -> None:
     client = on_a_socket(server)
+    assert client.recv(1000)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
 
@@ -86,6 +89,7 @@ def leave_by_reset(server: RunningServer) -> None:
 def leave_saying_no_more(server: RunningServer) -> None:
     """The client's side is closed, and he reads what still comes to its end, which is soon."""
     client = on_a_socket(server)
+    assert client.recv(1000)
     client.shutdown(socket.SHUT_WR)
     client.settimeout(5)
     while client.recv(65536):
