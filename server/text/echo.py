@@ -30,7 +30,7 @@ def echo_of_text(text: str, tokenizer: Tokenizer, located: Sequence[int] = ()) -
     """A text comes back byte for byte, whatever its tokens decode to; `located` are the tokens whose offsets
     are asked for."""
     offsets = prompt_offsets(located, tokenizer, len(text))
-    return Echo(text, tokenizer.detokenizer(continuing=True), offsets)
+    return Echo(text, tokenizer.detokenizer(continuing=bool(text)), offsets)
 
 
 def echo_of_ids(ids: Sequence[int], tokenizer: Tokenizer, located: bool = False) -> Echo:

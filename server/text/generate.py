@@ -192,7 +192,10 @@ class _Choice:
         self.count = 0
         request, echo = prepared.request, prepared.echo_of(index)
         self.waits = request is not None and request.prompt_logprobs is not None
-        self._detokenizer = tokenizer.detokenizer() if echo is None else echo.read.fork()
+        if echo is None:
+            self._detokenizer = tokenizer.detokenizer(continuing=prepared.continues_text(index))
+        else:
+            self._detokenizer = echo.read.fork()
         self._ends = prepared.ends
         self._matcher = StopMatcher(self._ends.strings, include=self._ends.include)
         self._place = TextOffsets(tokenizer, 0 if echo is None else len(echo.text))
@@ -220,7 +223,12 @@ class _Choice:
         if event.token is not None:
             self.count += 1
             self._tokens.append(event.token)
-            hidden = event.finish is FinishReason.STOP and event.token not in self._ends.shown_ids
+            # A token that completes a grammar stops the choice too, and is a part of it.
+            hidden = (
+                event.finish is FinishReason.STOP
+                and event.token in self._ends.ids
+                and event.token not in self._ends.shown_ids
+            )
             text = "" if hidden else self._detokenizer.push(event.token)
             if event.score is not None:
                 self._scores.append(event.score)

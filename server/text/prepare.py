@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,9 @@ from server.text.checks import flag, integer, refuse, text
 from server.text.echo import Echo, echo_of_ids, echo_of_text
 from server.text.ends import Ends
 from server.text.errors import RequestError
+from server.text.grammar import Grammars, Held
+from server.text.grammar_ask import read_grammar
+from server.text.grammar_matcher import GrammarSource
 from server.text.lengths import Budget, too_long
 from server.text.params import MAX_CHOICES, Terms, terms
 from server.text.prompts import check_ids, read_prompts
@@ -47,6 +50,8 @@ class Prepared:
     prompt): `generate` then answers without it. `model` is the name to echo, `prompts` the ids of each
     prompt, choice `i` belongs to prompt `i // n`. `echo` has what to send before the choices of each prompt,
     or is empty. `prompt_tokens` counts every prompt once, whatever `n`; `scores` say what is told of tokens.
+    `continues` says of each prompt whether its answer goes on with its text; a chat's answer never does.
+    `grammar` is held for as long as the engine may ask for it.
     """
 
     request_id: str
@@ -59,11 +64,18 @@ class Prepared:
     ends: Ends = field(default_factory=Ends)
     echo: tuple[Echo, ...] = ()
     scores: Scores = field(default_factory=Scores)
+    continues: tuple[bool, ...] = ()
+    grammar: Held | None = None
 
     @property
     def num_choices(self) -> int:
         """Of all prompts together."""
         return len(self.prompts) * self.n
+
+    def continues_text(self, index: int) -> bool:
+        """Whether choice `index` goes on with its prompt's text, so that its first space stays. Within a
+        grammar it always stays: there each byte counts."""
+        return self.grammar is not None or bool(self.continues) and self.continues[index // self.n]
 
     def echo_of(self, index: int) -> Echo | None:
         """What choice `index` begins with, None if with its own text."""
@@ -73,7 +85,15 @@ class Prepared:
 class Preparer:
     """Checks asks against one served model; long prompts are tokenised on a small bounded thread pool."""
 
-    def __init__(self, served: ServedModel, tokenizer: Tokenizer, chat: ChatTemplate) -> None:
+    def __init__(
+        self,
+        served: ServedModel,
+        tokenizer: Tokenizer,
+        chat: ChatTemplate,
+        grammars: GrammarSource | None = None,
+    ) -> None:
+        """`grammars` is what the engine makes its matchers with; None: nobody's."""
+        self._grammars = Grammars(grammars or GrammarSource(lambda: tokenizer, served.vocab_rows))
         self._served = served
         self._tokenizer = tokenizer
         self._chat = chat
@@ -93,6 +113,7 @@ class Preparer:
         given = read_prompts(ask.prompt, MAX_CHOICES)
         scores = completion_scores(ask.logprobs, ask.prompt_logprobs)
         checked = self._terms(ask, len(given.ids) or len(given.texts))
+        grammar = await self._grammar(ask, checked.ends)
         names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
         ids: list[Sequence[Any]] = list(given.ids) or list(await self._encode(given.texts, names, variant))
         budget = Budget(variant.max_len, asked, "max_tokens", DEFAULT_COMPLETION_TOKENS)
@@ -103,7 +124,10 @@ class Preparer:
         echo: tuple[Echo, ...] = ()
         if wants_echo:
             echo = await self._echo(given.texts, prompts, located=scores.output is not None)
-        return self._prepared(ask, checked, model, variant, prompts, max_tokens, echo, scores)
+        prepared = self._prepared(ask, checked, model, variant, prompts, max_tokens, echo, scores, grammar)
+        words = self._tokenizer
+        continues = tuple(any(words.token_text(token).raw for token in prompt) for prompt in prompts)
+        return replace(prepared, continues=continues)
 
     async def chat(self, ask: ChatAsk) -> Prepared:
         """Raises RequestError (no template, a template's refusal, ...); never blocks the loop."""
@@ -115,11 +139,12 @@ class Preparer:
             integer(name, asked, 1)
         scores = chat_scores(ask.logprobs, ask.top_logprobs, ask.prompt_logprobs)
         checked = self._terms(ask, 1)
+        grammar = await self._grammar(ask, checked.ends)
         rendered = await self._chat.render(ask.messages)
         ids = await self._encode([rendered], ["messages"], variant, special=False)
         max_tokens = Budget(variant.max_len, asked, name, None).max_tokens(["messages"], [len(ids[0])])
         prompts = (check_ids("messages", ids[0], self._served.vocab_rows),)
-        return self._prepared(ask, checked, model, variant, prompts, max_tokens, (), scores)
+        return self._prepared(ask, checked, model, variant, prompts, max_tokens, (), scores, grammar)
 
     async def tokenize(self, prompt: str, *, special: bool = True, name: str = "prompt") -> list[int]:
         """Ids of a text, for /tokenize, off the loop when long; `name` is what errors call it."""
@@ -141,8 +166,9 @@ class Preparer:
         return await self.tokenize(await self._chat.render(messages), special=False, name="messages")
 
     async def close(self) -> None:
-        """Ends the thread pool and the template's worker."""
+        """Ends the threads and the workers."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        await self._grammars.close()
         await self._chat.close()
 
     async def _encode(
@@ -187,6 +213,16 @@ class Preparer:
             defaults=served.defaults,
         )
 
+    async def _grammar(self, ask: CompletionAsk | ChatAsk, ends: Ends) -> Held | None:
+        """What the answer must look like, None if it is free."""
+        asked = read_grammar(ask.sampling.response_format, ask.sampling.structured_outputs)
+        if asked is None:
+            return None
+        if ends.min_tokens:
+            rule = f"must be 0 beside {asked.param}, which says itself how long an answer is"
+            raise refuse("min_tokens", ends.min_tokens, rule)
+        return await self._grammars.hold(asked, ends.ids)
+
     def _prepared(
         self,
         ask: CompletionAsk | ChatAsk,
@@ -197,6 +233,7 @@ class Preparer:
         max_tokens: int,
         echo: tuple[Echo, ...],
         scores: Scores,
+        grammar: Held | None,
     ) -> Prepared:
         ends = checked.ends
         if ends.min_tokens > max_tokens:
@@ -224,6 +261,7 @@ class Preparer:
             priority=checked.priority,
             logprobs=scores.output,
             prompt_logprobs=scores.of_prompt(bool(echo)),
+            constraint=None if grammar is None else grammar.constraint,
         )
         return Prepared(
             request_id=ask.request_id,
@@ -236,4 +274,5 @@ class Preparer:
             ends=ends,
             echo=echo,
             scores=scores,
+            grammar=grammar,
         )

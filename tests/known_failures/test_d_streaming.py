@@ -149,7 +149,6 @@ def test_d3_echo_is_the_prompt_byte_for_byte(
         assert reply.json()["choices"][0]["text"] == text
 
 
-@pytest.mark.xfail(strict=False, reason="not mended yet")
 def test_d3_a_completion_continues_its_prompt(sp: Served, sp_served: Path) -> None:
     """The space before the first word belongs to the answer, with echo or without, as text or as ids."""
     tokenizer, reference = load_reference_tokenizer(sp_served), load_reference(sp_served)

@@ -8,17 +8,28 @@ from dataclasses import dataclass, field
 
 from cache.audit import Audit
 from cache.report import Amount, BlockPage, CacheReport, PoolReport, States, VariantReport
-from server.engine.request import FinishReason, KVPeak, Request, TokenEvent
+from server.engine.request import FinishReason, KVPeak, Request, TokenEvent, TokenScore
 from server.engine.stats import EngineStats, Health, Status
 from server.engine.stream import TokenStream
 
 KV_HEADS, Q_HEADS, BLOCK_SIZE, BLOCK_BYTES, TOTAL = 2, 4, 16, 1024, 1000
+FIRST_LETTER, ROWS = 67, 384
 Script = Callable[[Request, int, int], int]
 
 
 def count_up(request: Request, index: int, position: int) -> int:
     """The alphabet in the tokenizer of `tests/api`, over and over, whatever was asked."""
-    return 67 + position % 26
+    return FIRST_LETTER + position % 26
+
+
+def logprob_of(token: int) -> float:
+    """`a` is always the likeliest, then `b`, and so on through all ids."""
+    return -(1 + (token - FIRST_LETTER) % ROWS) / 8
+
+
+def score_of(token: int, best: int) -> TokenScore:
+    """What a real engine would tell."""
+    return TokenScore(logprob_of(token), tuple((67 + i, logprob_of(67 + i)) for i in range(best)))
 
 
 @dataclass
@@ -60,7 +71,7 @@ class FakeService:
 
     async def _run(self, request: Request, stream: TokenStream) -> None:
         ended: set[int] = set()
-        for position in range(request.max_tokens):
+        for position in range(max(1, request.max_tokens)):
             await asyncio.sleep(self.pace)
             live = self._live[request.id]
             events = [
@@ -84,13 +95,21 @@ class FakeService:
         peak = self._peak(request, position)
         if position == self.fail_at:
             return TokenEvent(request.id, index, None, FinishReason.ERROR, peak, "The step failed.")
+        told = None
+        if request.prompt_logprobs is not None and position == 0 and index % request.n == 0:
+            _, *others = request.prompts[index // request.n]
+            told = (None, *(score_of(token, request.prompt_logprobs) for token in others))
+        if request.max_tokens == 0:
+            length = FinishReason.LENGTH
+            return TokenEvent(request.id, index, None, length, peak, prompt_scores=told)
         token = self.script(request, index, position)
+        score = None if request.logprobs is None else score_of(token, request.logprobs)
         finish = None
         if token in request.stop_ids:
             finish = FinishReason.STOP
         elif position == request.max_tokens - 1:
             finish = FinishReason.LENGTH
-        return TokenEvent(request.id, index, token, finish, peak)
+        return TokenEvent(request.id, index, token, finish, peak, score=score, prompt_scores=told)
 
     def _peak(self, request: Request, position: int) -> KVPeak:
         tokens = sum(len(prompt) for prompt in request.prompts) + position
