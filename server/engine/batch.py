@@ -45,6 +45,7 @@ class Shape:
     q_heads: int
     variants: Mapping[str, Variant]
     device: torch.device
+    vocab: int  # logits of a row
 
 
 def build_batch(
@@ -60,7 +61,7 @@ def build_batch(
     meta = _meta(count, start, heads, query_start, positions, first_rows, row_tables, shape)
     drawn = tuple(i for i, entry in enumerate(entries) if entry.draws)
     wanted = query_start[1:][list(drawn)] - 1
-    draws = how_to_draw([entries[i] for i in drawn], shape.device) if drawn else None
+    draws = how_to_draw([entries[i] for i in drawn], shape.vocab, shape.device) if drawn else None
     ids_d, wanted_d = _upload([ids, wanted], torch.int64, shape.device)
     return ForwardBatch(
         ids=ids_d,

@@ -104,7 +104,7 @@ def build_engine(
         loaded = weights(config, device, dtype, linear)
     decoder = Decoder(config, loaded, device, max_position=frame.longest)
     made = variants or make_variants(frame.modes, options.head_map, decoder, linear, calibration)
-    shape = Shape(options.block_size, config.num_heads, {v.name: v for v in made}, device)
+    shape = Shape(options.block_size, config.num_heads, {v.name: v for v in made}, device, config.vocab_size)
     parts = _Parts(frame, decoder, shape, choose_attention_backend(device, dtype), linear)
     size = _size(parts)
     context = _fit(frame, size)

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.adjust import Adjustments, make_adjustments
+from model.adjust import Adjustments
 from model.randomness import uniform
 from model.sampler import SamplingBatch, make_sampling
+from server.engine.adjustments import make_adjustments
 from server.engine.scheduler import Scheduled
 
 
@@ -32,19 +33,10 @@ class Draws:
     scored: Wish | None  # the rows whose drawn tokens get a score; None if there are none
 
 
-def how_to_draw(entries: Sequence[Scheduled], device: torch.device) -> Draws:
-    """For the entries of a step that draw, a row each and in order."""
+def how_to_draw(entries: Sequence[Scheduled], vocab: int, device: torch.device) -> Draws:
+    """For the entries of a step that draw, a row of `vocab` logits each and in order."""
     sequences = [entry.sequence for entry in entries]
     params = [sequence.work.request.sampling for sequence in sequences]
-    banned = [
-        (row, sorted(sequence.work.request.stop_ids))
-        for row, sequence in enumerate(sequences)
-        if sequence.output < sequence.work.request.min_tokens and sequence.work.request.stop_ids
-    ]
-    pairs = None
-    if banned:
-        rows = np.repeat([row for row, _ in banned], [len(ids) for _, ids in banned])
-        pairs = rows.astype(np.int64), np.concatenate([np.array(ids, dtype=np.int64) for _, ids in banned])
     sampling = make_sampling(
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
         top_p=np.array([p.top_p for p in params], dtype=np.float64),
@@ -57,7 +49,7 @@ def how_to_draw(entries: Sequence[Scheduled], device: torch.device) -> Draws:
         ),
         device=device,
     )
-    return Draws(sampling, make_adjustments(pairs, device), _scored(entries, device))
+    return Draws(sampling, make_adjustments(sequences, vocab, device), _scored(entries, device))
 
 
 def _scored(entries: Sequence[Scheduled], device: torch.device) -> Wish | None:

@@ -72,12 +72,12 @@ class ModelRunner:
 
 def _draw(logits: Tensor, draws: Draws) -> tuple[Tensor, ScoreTensors | None]:
     """logits `[N, V]` -> the drawn ids `[N]`, and the scores that are asked for, of the raw logits."""
-    adjusted = logits if draws.adjustments is None else adjust(logits, draws.adjustments)
-    ids = sample(adjusted, draws.sampling)
-    if draws.scored is None:
+    raw = None if draws.scored is None else logits.index_select(0, draws.scored.rows)
+    if draws.adjustments is not None:
+        adjust(logits, draws.adjustments)
+    ids = sample(logits, draws.sampling)
+    if draws.scored is None or raw is None:
         return ids, None
-    rows = draws.scored.rows
-    drawn = ids.index_select(0, rows).clamp(
-        min=0
-    )  # the scores of a broken row are NaN, and nobody reads them
-    return ids, score(logits.index_select(0, rows), drawn, draws.scored.best)
+    # The scores of a broken row are NaN, and nobody reads them.
+    drawn = ids.index_select(0, draws.scored.rows).clamp(min=0)
+    return ids, score(raw, drawn, draws.scored.best)

@@ -61,7 +61,7 @@ class Scorer:
         self.chunk = chunk or chunk_tokens(window, config.vocab_size)
         self._decoder = decoder
         self._attention = attention
-        self._shape = Shape(BLOCK_SIZE, config.num_heads, {variant.name: variant}, device)
+        self._shape = Shape(BLOCK_SIZE, config.num_heads, {variant.name: variant}, device, config.vocab_size)
         try:
             self._pool = KVPool(layout, layout.physical_blocks(window, variant.kv_heads), device)
         except CacheError as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from cache.chain import TokenChain
 from server.engine.constraint import Matcher
 from server.engine.request import FinishReason, Request
+from server.engine.seen import Seen
 
 
 class Sequence:
@@ -14,7 +17,19 @@ class Sequence:
     a sequence decodes, with more it prefills: nothing else tells the two apart.
     """
 
-    __slots__ = ("_chain", "_matcher", "computed", "finish", "index", "key", "output", "ran", "slot", "work")
+    __slots__ = (
+        "_chain",
+        "_matcher",
+        "computed",
+        "finish",
+        "index",
+        "key",
+        "output",
+        "ran",
+        "seen",
+        "slot",
+        "work",
+    )
 
     def __init__(self, work: Work, index: int) -> None:
         self.work = work
@@ -28,6 +43,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self._chain: TokenChain | None = None
         self._matcher: Matcher | None = None
+        self.seen: Seen | None = None  # what its penalties look at; made at first need
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -81,7 +97,9 @@ class Sequence:
 class Work:
     """A request in flight, and the account under which the cache counts what its choices hold."""
 
-    __slots__ = ("account", "arrival", "block_size", "matcher", "request", "sequences", "unfinished")
+    __slots__ = (
+        "account", "arrival", "bans", "bias", "block_size", "matcher", "request", "sequences", "unfinished"
+    )  # fmt: skip
 
     def __init__(
         self, request: Request, arrival: int, account: int, block_size: int, matcher: Matcher | None = None
@@ -91,6 +109,8 @@ class Work:
         self.account = account
         self.block_size = block_size  # tokens
         self.matcher = matcher  # at the start of the request's grammar, to be copied; None if it has none
+        self.bias: tuple[Tensor, Tensor] | None = None  # ids and values on the device; made at first need
+        self.bans: Tensor | None = None  # ids that would end an answer too soon, likewise
         self.sequences = tuple(Sequence(self, i) for i in range(len(request.prompts) * request.n))
         self.unfinished = len(self.sequences)
 

@@ -17,7 +17,7 @@ from server.engine.sequence import Work
 
 VARIANTS = {"mha": Variant("mha", RepeatHeads(8)), "mqa": Variant("mqa", NativeHeads(1)),
             "native": Variant("native", NativeHeads(4))}  # fmt: skip
-SHAPE = Shape(block_size=16, q_heads=8, variants=VARIANTS, device=torch.device("cpu"))
+SHAPE = Shape(block_size=16, q_heads=8, variants=VARIANTS, device=torch.device("cpu"), vocab=100)
 
 
 def random_entries(seed: int) -> list[Scheduled]:

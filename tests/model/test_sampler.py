@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model import sampler
-from model.adjust import adjust, make_adjustments
+from model.adjust import Adjustments, adjust
 from model.sampler import SamplingBatch, make_sampling, sample
 
 CPU = torch.device("cpu")
@@ -34,9 +34,11 @@ def batch_of(rows: list[dict[str, Any]]) -> SamplingBatch:
 def draw(
     logits: Tensor, rows: list[dict[str, Any]], banned: list[tuple[int, int]] | None = None
 ) -> list[int]:
-    pairs = np.array(banned, dtype=np.int64).T if banned else None
-    adjustments = make_adjustments(None if pairs is None else (pairs[0], pairs[1]), CPU)
-    return sample(logits if adjustments is None else adjust(logits, adjustments), batch_of(rows)).tolist()
+    logits = logits.clone()
+    if banned:
+        pairs = torch.tensor(banned, dtype=torch.int64)
+        adjust(logits, Adjustments(banned=(pairs[:, 0], pairs[:, 1])))
+    return sample(logits, batch_of(rows)).tolist()
 
 
 def slow(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:

@@ -70,7 +70,7 @@ class DryModel:
             q_heads=self.q_heads,
             prefix_cache=prefix_cache,
         )
-        shape = Shape(self.block_size, self.q_heads, {name: Variant(name, NativeHeads(heads))}, cpu)
+        shape = Shape(self.block_size, self.q_heads, {name: Variant(name, NativeHeads(heads))}, cpu, _VOCAB)
         return Engine(DryRunner(), manager, shape, Limits(batch_tokens, users), {name: context})
 
     def blocks(self, tokens: int) -> int:
