@@ -6,8 +6,12 @@ Run it from the repository's root; `make load` does, with a server of its own.
 
 Each stream makes one request row (time to `[DONE]`) and three rows of its own: TTFT (ms to the first
 non-empty text), ITL (ms between texts) and `output rate` (tokens a second, in the ms columns). A stream
-that errs or ends without `[DONE]` is a failure. A 429 is neither success nor failure of a stream: it
-has its own row.
+that errs, or ends without a finish reason or `[DONE]`, is a failure. A 429 is neither success nor failure of
+a stream: it has its own row.
+
+Users ask again as soon as they have an answer; with `--rate` all of them together offer so many requests a
+second. How many were asked and how busy this process was (it has one core) is kept beside the times: a client
+that is saturated measures itself.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="the model to ask for")
     parser.add_argument("--seed", type=int, default=1, help="prompts and sampling are drawn from it")
     parser.add_argument("--samples", default="", help="write every measured value to this JSON file")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests a second of all users; 0: no limit")
 
 
 class Samples:
@@ -45,11 +50,28 @@ class Samples:
         self.values: defaultdict[str, list[float]] = defaultdict(list)
         self.failures: Counter[str] = Counter()
         self.refused = 0
+        self.asked = 0
+        self.cpu: list[float] = []  # share of one core that this process took, second by second
         self.users = count()
+
+    def watch_cpu(self) -> None:
+        """Adds to `cpu` once a second, for as long as the greenlet that runs it."""
+        wall, used = time.perf_counter(), time.process_time()
+        while True:
+            gevent.sleep(1.0)
+            now, spent = time.perf_counter(), time.process_time()
+            self.cpu.append((spent - used) / (now - wall))
+            wall, used = now, spent
 
     def save(self, path: str) -> None:
         """Write everything to one JSON file."""
-        content = {"values": self.values, "failures": self.failures, "refused": self.refused}
+        content = {
+            "values": self.values,
+            "failures": self.failures,
+            "refused": self.refused,
+            "asked": self.asked,
+            "cpu": self.cpu,
+        }
         Path(path).write_text(json.dumps(content))
 
 
@@ -57,6 +79,7 @@ class Samples:
 def keep_samples(environment: Environment, **_: Any) -> None:
     """One collection of samples per locust process, saved when it quits."""
     environment.samples = Samples()
+    environment.events.test_start.add_listener(lambda **_: gevent.spawn(environment.samples.watch_cpu))
 
     def save(**_: Any) -> None:
         if environment.parsed_options.samples:
@@ -79,7 +102,11 @@ class StreamUser(FastHttpUser):
         self.client.client.valid_response_codes = frozenset(range(200, 600))
         options = self.environment.parsed_options
         self.model: str = options.model
-        self.prompts = Prompts(options.seed, next(self.environment.samples.users))
+        number = next(self.environment.samples.users)
+        self.prompts = Prompts(options.seed, number)
+        users = options.num_users or 1
+        self.interval = users / options.rate if options.rate > 0 else 0.0  # seconds between two questions
+        self.turn = time.perf_counter() + self.interval * (number % users) / users
 
     def ask(self, path: str, name: str, body: dict[str, Any], ask: Ask) -> str | None:
         """POST and read the stream. Returns its text, None where there was none."""
@@ -91,6 +118,8 @@ class StreamUser(FastHttpUser):
             "temperature": 0.8,
             "seed": ask.seed,
         }
+        self._wait_for_turn()
+        self.environment.samples.asked += 1
         started = time.perf_counter()
         with self.client.post(
             path,
@@ -110,6 +139,13 @@ class StreamUser(FastHttpUser):
                 self._fail(response, _refusal(response))
         gevent.sleep(1.0)  # do not hammer a server that refuses
         return None
+
+    def _wait_for_turn(self) -> None:
+        """With a rate, questions are due at even times; a late one is asked at once, and not made up."""
+        now = time.perf_counter()
+        if self.interval and self.turn > now:
+            gevent.sleep(self.turn - now)
+        self.turn = max(self.turn, now) + self.interval
 
     def _read(self, response: Any, name: str, started: float) -> str | None:
         meta = response.request_meta

@@ -1,6 +1,7 @@
 """`make load`: a server of its own, a minute of locust, and latency beside the cache it took.
 
-    python -m loadtest.run [--model MODEL] [--users N] [--seconds N] [--seed N] [--serve "FLAGS"] [--url URL]
+    python -m loadtest.run [--model MODEL] [--users N] [--seconds N] [--seed N] [--rate R] [--serve "FLAGS"]
+                            [--url URL]
 
 With `--url` a server that already runs is loaded instead, and left running. Exit code 1 if a stream
 failed or none was finished.
@@ -34,16 +35,24 @@ ROOT = Path(__file__).resolve().parents[1]
 START_SECONDS = 600.0  # the first start may fetch the model
 STOP_SECONDS = 40.0
 SAMPLE_SECONDS = 0.2
+SATURATED = 0.9  # share of a core from which the client is part of what it measures
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the locust run saw: values in ms (rates in tokens a second), failures, refusals, seconds."""
+    """What the locust run saw: values in ms (rates in tokens a second), failures, refusals, seconds.
+
+    `asked` requests were sent, `offered` a second were due (None: each user asks when it has its answer);
+    `cpu` is the share of its one core that the client took, second by second.
+    """
 
     values: dict[str, list[float]]
     failures: dict[str, int]
     refused: int
     seconds: float
+    asked: int = 0
+    offered: float | None = None
+    cpu: tuple[float, ...] = ()
 
 
 class CacheWatch:
@@ -119,7 +128,7 @@ def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"the server was not ready after {START_SECONDS:.0f} s")
 
 
-def run_locust(url: str, users: int, seconds: int, seed: int) -> Measured:
+def run_locust(url: str, users: int, seconds: int, seed: int, rate: float | None = None) -> Measured:
     """Run the locustfile without its web page; raises SystemExit with locust's words if it broke."""
     model = get_json(f"{url}/v1/models")["data"][0]["id"]
     with tempfile.TemporaryDirectory(prefix="headroom-load-") as folder:
@@ -127,11 +136,15 @@ def run_locust(url: str, users: int, seconds: int, seed: int) -> Measured:
         command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "--json"]
         command += ["--host", url, "-u", str(users), "-r", str(users), "-t", f"{seconds}s", "--skip-log"]
         command += ["--model", model, "--seed", str(seed), "--samples", str(samples)]
+        command += ["--rate", str(rate)] if rate else []
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if not samples.is_file():
             raise SystemExit(f"locust ended with code {done.returncode}:\n{done.stderr}")
         kept = json.loads(samples.read_text())
-    return Measured(kept["values"], kept["failures"], kept["refused"], float(seconds))
+    return Measured(
+        kept["values"], kept["failures"], kept["refused"], float(seconds), kept["asked"], rate,
+        tuple(kept["cpu"]),
+    )  # fmt: skip
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -167,6 +180,10 @@ def totals_table(measured: Measured, peak: dict[str, Any] | None) -> Table:
     table.add_row("finished streams", f"{len(measured.values.get('total', [])):,}")
     table.add_row("failed streams", f"{sum(measured.failures.values()):,}")
     table.add_row("refused (429)", f"{measured.refused:,}")
+    table.add_row("requests a second", rates(measured))
+    if measured.cpu:
+        mean = sum(measured.cpu) / len(measured.cpu)
+        table.add_row("client's core", f"{mean:.0%} busy, {max(measured.cpu):.0%} in its busiest second")
     table.add_row("output", f"{tokens / measured.seconds:,.1f} tok/s in finished streams")
     if peak is None:
         table.add_row("peak live cache", "never seen: /v1/kv gave no answer")
@@ -181,6 +198,29 @@ def totals_table(measured: Measured, peak: dict[str, Any] | None) -> Table:
     return table
 
 
+def rates(measured: Measured) -> str:
+    """Requests a second: due, sent, and answered whole."""
+    sent, whole = measured.asked, len(measured.values.get("total", []))
+    words = "" if measured.offered is None else f"{measured.offered:,.1f} offered, "
+    return f"{words}{sent / measured.seconds:,.1f} sent, {whole / measured.seconds:,.1f} answered whole"
+
+
+def warnings(measured: Measured) -> list[str]:
+    """What makes the figures less than they seem."""
+    found = []
+    if measured.cpu and max(measured.cpu) >= SATURATED:
+        found.append(
+            f"the client's one core was {max(measured.cpu):.0%} busy at times: it waited for itself, and the "
+            f"times above are too long; use fewer users, or a machine of its own"
+        )
+    if measured.offered is not None and measured.asked < 0.9 * measured.offered * measured.seconds:
+        found.append(
+            f"only {measured.asked / measured.seconds:,.1f} of {measured.offered:,.1f} requests a second "
+            f"could be sent, as all users waited for answers: the server, or their number, is the limit"
+        )
+    return found
+
+
 def mib(count: int) -> str:
     """Bytes in MiB with one decimal."""
     return f"{count / 2**20:,.1f} MiB"
@@ -190,6 +230,8 @@ def report(measured: Measured, peak: dict[str, Any] | None, console: Console) ->
     """Print the two tables; whether every stream was whole and there was one."""
     console.print(latency_table(measured))
     console.print(totals_table(measured, peak))
+    for warning in warnings(measured):
+        console.print(f"warning: {warning}", markup=False, highlight=False)
     for message, times in sorted(measured.failures.items()):
         console.print(f"failed {times}x: {message}", markup=False, highlight=False)
     return not measured.failures and bool(measured.values.get("total"))
@@ -202,6 +244,9 @@ def main() -> int:
     parser.add_argument("--users", type=int, default=8, help="users at once (default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=60, help="how long (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and sampling (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=float, help="requests a second of all users (default: each asks when it is answered)"
+    )
     parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags for headroom serve")
     parser.add_argument("--url", help="load this server instead of starting one")
     options = parser.parse_args()
@@ -219,7 +264,7 @@ def load(url: str, options: argparse.Namespace, console: Console) -> bool:
     """Load the server at `url` and report; whether all went well."""
     console.print(f"{options.users} users for {options.seconds} s against {url}")
     with CacheWatch(url) as watch:
-        measured = run_locust(url, options.users, options.seconds, options.seed)
+        measured = run_locust(url, options.users, options.seconds, options.seed, options.rate)
     return report(measured, watch.peak, console)
 
 

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+# Why an answer may end and count as one; anything else ("error", "abort", none at all) is a failure.
+FINISHES = frozenset({"stop", "length", "tool_calls", "content_filter"})
+
 
 class StreamError(Exception):
-    """The stream broke a promise: an error event, no `[DONE]`, no usage, no JSON."""
+    """The stream broke a promise: an error event, no finish, no `[DONE]`, no usage, no JSON."""
 
 
 @dataclass(slots=True)
@@ -22,6 +25,7 @@ class StreamTimes:
 
     chunks: list[float] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    finishes: dict[int, str | None] = field(default_factory=dict)  # of each choice
     usage: dict[str, Any] | None = None
     total: float = 0.0
 
@@ -58,11 +62,20 @@ def read_stream(lines: Iterable[bytes], clock: Callable[[], float], started: flo
         now = (clock() - started) * 1000.0
         if data == b"[DONE]":
             times.total = now
-            if times.usage is None:
-                raise StreamError("the stream ended without usage")
+            _check_end(times)
             return times
         _take(times, data, now)
     raise StreamError("the stream ended without [DONE]")
+
+
+def _check_end(times: StreamTimes) -> None:
+    for index, finish in times.finishes.items():
+        if finish is None:
+            raise StreamError(f"choice {index} ended without a finish reason")
+        if finish not in FINISHES:
+            raise StreamError(f"choice {index} ended for the reason {finish!r}")
+    if times.usage is None:
+        raise StreamError("the stream ended without usage")
 
 
 def _take(times: StreamTimes, data: bytes, now: float) -> None:
@@ -74,6 +87,9 @@ def _take(times: StreamTimes, data: bytes, now: float) -> None:
         raise StreamError(f"the stream sent an error: {event['error'].get('message', event['error'])}")
     if event.get("usage"):
         times.usage = event["usage"]
+    for choice in event.get("choices", ()):
+        index = choice.get("index", 0)
+        times.finishes[index] = choice.get("finish_reason") or times.finishes.get(index)
     text = "".join(_text(choice) for choice in event.get("choices", ()))
     if text:
         times.chunks.append(now)

@@ -6,6 +6,7 @@ broken stream can be tested without an engine.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -17,6 +18,8 @@ from typing import Any
 EVENTS = 20  # texts in a whole stream
 PACE = 0.05  # seconds before each
 TOKENS_PER_EVENT = 2  # so that counting chunks for tokens shows
+# What `each` does in turn, over and over, ten times as fast. The last is a whole stream.
+EACH = ("error", "cut", "endless", "no-finish", "bad-finish", "no-usage", "busy", "steady")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -24,7 +27,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        mode = body["model"]
+        mode, pace = body["model"], PACE
+        if mode == "each":
+            mode, pace = EACH[next(self.server.turns) % len(EACH)], PACE / 10  # type: ignore[attr-defined]
         if mode in ("busy", "unknown"):
             self._refuse(429 if mode == "busy" else 404)
             return
@@ -36,7 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
         if chat:
             self._event(_choice(chat, "", role="assistant"))
         for number in range(EVENTS):
-            time.sleep(PACE)
+            time.sleep(pace)
             if number == EVENTS // 2:
                 if mode == "cut":
                     self.close_connection = True
@@ -48,6 +53,9 @@ class _Handler(BaseHTTPRequestHandler):
                     self._chunk(b"")
                     return
             self._event(_choice(chat, f"t{number} "))
+            self._event(_choice(chat, ""))
+        if mode != "no-finish":
+            self._event(_choice(chat, "", finish="error" if mode == "bad-finish" else "stop"))
         if mode != "no-usage":
             self._event({"choices": [], "usage": {"completion_tokens": EVENTS * TOKENS_PER_EVENT}})
         self._chunk(b"data: [DONE]\n\n")
@@ -71,18 +79,25 @@ class _Handler(BaseHTTPRequestHandler):
         """Silent."""
 
 
-def _choice(chat: bool, text: str, role: str | None = None) -> dict[str, Any]:
+def _choice(chat: bool, text: str, role: str | None = None, finish: str | None = None) -> dict[str, Any]:
+    ending = {"index": 0, "finish_reason": finish}
     if not chat:
-        return {"choices": [{"index": 0, "text": text}]}
+        return {"choices": [ending | {"text": text}]}
     delta = {"content": text} | ({"role": role} if role else {})
-    return {"choices": [{"index": 0, "delta": delta}]}
+    return {"choices": [ending | {"delta": delta}]}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+    turns: itertools.count[int]  # requests of the model `each`
 
 
 @contextmanager
 def fake_sse() -> Iterator[str]:
     """Run the server on a free port of this machine; yields its base URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), _Handler)
+    server.turns = itertools.count()
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
