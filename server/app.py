@@ -13,6 +13,7 @@ import torch
 
 from cache.accounts import Peak
 from cache.report import usage
+from model.config import ModelConfig
 from model.fetch import ALIASES
 from model.modes import Heads, Mode, spellings
 from model.progress import Progress, Silent
@@ -26,6 +27,7 @@ from server.text.calibration import calibration_source
 from server.text.chat import ChatTemplate
 from server.text.defaults import sampling_defaults
 from server.text.eos import eos_ids
+from server.text.grammar_matcher import GrammarSource
 from server.text.served import ServedModel, ServedVariant
 from server.text.tokenizer import Tokenizer
 
@@ -47,6 +49,7 @@ class Loaded:
     served: ServedModel
     tokenizer: Tokenizer
     chat: ChatTemplate
+    grammars: GrammarSource
     created: int  # seconds since 1970
 
 
@@ -68,12 +71,13 @@ def load(
         source = calibration_source(
             folder, options.cache_dir, progress or Silent(), lambda: words.result()[0]
         )
-        engine, facts = build_engine(options.engine, folder, calibration=source)
+        rows = ModelConfig.from_folder(folder).vocab_size
+        grammars = GrammarSource(lambda: words.result()[0], rows)
+        engine, facts = build_engine(options.engine, folder, calibration=source, matchers=grammars)
         tokenizer, chat = words.result()
     name = options.served_name or model_name(options.model, folder)
-    return Loaded(
-        name, engine, facts, _served(name, facts, tokenizer, folder), tokenizer, chat, int(time.time())
-    )
+    served = _served(name, facts, tokenizer, folder)
+    return Loaded(name, engine, facts, served, tokenizer, chat, grammars, int(time.time()))
 
 
 def create_app(loaded: Loaded, service: EngineService, preparer: Preparer, options: ServeOptions) -> ASGIApp:
@@ -87,6 +91,7 @@ def create_app(loaded: Loaded, service: EngineService, preparer: Preparer, optio
         allowed_hosts=options.allowed_hosts,
         api_keys=options.api_keys,
         cors_origins=options.cors_origins,
+        request_seconds=options.request_timeout,
     )
     return create_api(
         ApiState(

@@ -151,6 +151,14 @@ class SamplingBody(Wire):
     prompt_logprobs: int | None = Field(
         None, description="Log-probabilities of the prompt's tokens, and of 0 to 20 likeliest beside each."
     )
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description="`text`, `json_object`, or `json_schema` with `json_schema.schema`: then it is JSON "
+        "that fits the schema.",
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of `json` (a schema), `regex`, `choice`, `grammar`, `json_object`."
+    )
     stream: bool | None = Field(None, description="Answer as server-sent events, the last one [DONE].")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     priority: int | None = Field(None, description="Lower runs first; -2^31 to 2^31 - 1, default 0.")
@@ -178,6 +186,8 @@ class SamplingBody(Wire):
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
             priority=self.priority,
+            response_format=self.response_format,
+            structured_outputs=self.structured_outputs,
         )
 
     @property
@@ -239,6 +249,7 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "a string",
     "model_type": "an object",
+    "dict_type": "an object",
 }
 
 

@@ -104,7 +104,7 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
     logging.getLogger("uvicorn.error").setLevel(logging.INFO if debug else logging.CRITICAL)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     service = EngineService(loaded.engine, max_queued=options.max_queued)
-    preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat)
+    preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat, loaded.grammars)
     server = Server(
         uvicorn.Config(
             create_app(loaded, service, preparer, options),

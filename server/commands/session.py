@@ -39,7 +39,7 @@ class Session:
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
         self._runner = asyncio.Runner()
-        self._preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat)
+        self._preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat, loaded.grammars)
         self._service = EngineService(loaded.engine)
 
     def __enter__(self) -> Session:

@@ -30,6 +30,8 @@ class SamplingAsk:
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     priority: int | None = None
+    response_format: Mapping[str, Any] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

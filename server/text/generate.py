@@ -197,6 +197,7 @@ class _Choice:
         else:
             self._detokenizer = echo.read.fork()
         self._ends = prepared.ends
+        self._in_grammar = prepared.grammar is not None
         self._matcher = StopMatcher(self._ends.strings, include=self._ends.include)
         self._place = TextOffsets(tokenizer, 0 if echo is None else len(echo.text))
         self._text = [] if echo is None else [echo.text]
@@ -224,11 +225,8 @@ class _Choice:
             self.count += 1
             self._tokens.append(event.token)
             # A token that completes a grammar stops the choice too, and is a part of it.
-            hidden = (
-                event.finish is FinishReason.STOP
-                and event.token in self._ends.ids
-                and event.token not in self._ends.shown_ids
-            )
+            mark = event.token in self._ends.ids or not self._in_grammar
+            hidden = event.finish is FinishReason.STOP and mark and event.token not in self._ends.shown_ids
             text = "" if hidden else self._detokenizer.push(event.token)
             if event.score is not None:
                 self._scores.append(event.score)

@@ -75,7 +75,7 @@ class Prepared:
     def continues_text(self, index: int) -> bool:
         """Whether choice `index` goes on with its prompt's text, so that its first space stays. Within a
         grammar it always stays: there each byte counts."""
-        return self.grammar is not None or bool(self.continues) and self.continues[index // self.n]
+        return self.grammar is not None or (bool(self.continues) and self.continues[index // self.n])
 
     def echo_of(self, index: int) -> Echo | None:
         """What choice `index` begins with, None if with its own text."""

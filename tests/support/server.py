@@ -222,7 +222,7 @@ async def _serve_inside(
     from server.text.prepare import Preparer
 
     service = EngineService(loaded.engine, max_queued=max_queued)
-    preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat)
+    preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat, loaded.grammars)
     application = create_app(loaded, service, preparer, ServeOptions(model=loaded))
     server = uvicorn.Server(
         uvicorn.Config(

@@ -1,0 +1,139 @@
+"""The parent's side of the grammar worker: start it when first needed, ask it, end it when it hangs.
+
+Only the event loop's thread touches it. A worker that was ended is replaced at the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import struct
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from server.text.grammar_build import GrammarError, GrammarTimeout
+
+_LOG = logging.getLogger(__name__)
+_WORKER = Path(__file__).with_name("grammar_worker.py")
+_ROOT = Path(__file__).parents[2]  # where the package `server` lies
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """`cpu_seconds` of processor time and `memory_bytes` beside the vocabulary for one grammar, enforced by
+    the kernel; `wall_seconds` is the parent's patience, for a machine so busy that a second takes long."""
+
+    cpu_seconds: float = 1.0
+    memory_bytes: int = 256 * 2**20
+    wall_seconds: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Approved:
+    """A grammar that compiles within the limits, in the library's words, and about its size in memory."""
+
+    lark: str
+    nbytes: int
+
+
+class GrammarProcess:
+    """One worker for one vocabulary; grammars queue up behind each other."""
+
+    def __init__(self, pieces: Callable[[], Sequence[bytes | None]], limits: GrammarLimits) -> None:
+        """`pieces()` gives the bytes of each token (None: of none), off the loop; asked at every start."""
+        self._pieces = pieces
+        self._limits = limits
+        self._process: Process | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    async def compile(self, kind: str, source: str) -> Approved:
+        """Raises GrammarError with the library's or the limit's words. Not to be cancelled: the answer would
+        be read as the next one's, so a cancelled call ends the worker."""
+        async with self._lock:
+            try:
+                async with asyncio.timeout(self._limits.wall_seconds):
+                    process = await self._started()
+                    answer = await _exchange(process, {"kind": kind, "source": source})
+            except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+                await self._end()
+                _LOG.warning("the grammar worker was ended: it gave no answer")
+                raise GrammarTimeout("compiling it took too long and was given up; try again") from None
+            except BaseException:
+                self._drop()
+                raise
+        if "error" in answer:
+            raise GrammarError(answer["error"])
+        return Approved(answer["ok"], answer["bytes"])
+
+    async def close(self) -> None:
+        """Ends the worker and waits for its end."""
+        async with self._lock:
+            await self._end()
+
+    async def _started(self) -> Process:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # pipes belong to the loop that opened them
+            self._drop()
+            self._loop = loop
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        await self._end()
+        first = await asyncio.to_thread(self._first_message)
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-B", str(_WORKER)),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C at the terminal is the server's to handle
+        )
+        await _exchange(self._process, first)
+        return self._process
+
+    def _first_message(self) -> dict[str, Any]:
+        spec = find_spec("llguidance")
+        assert spec is not None and spec.origin is not None  # it is imported above
+        return {
+            "paths": [str(_ROOT), str(Path(spec.origin).parent.parent)],
+            "pieces": [None if piece is None else piece.decode("latin-1") for piece in self._pieces()],
+            "cpu_seconds": self._limits.cpu_seconds,
+            "memory_bytes": self._limits.memory_bytes,
+        }
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    def _drop(self) -> None:
+        """Kills without waiting; the loop reaps it."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+async def _exchange(process: Process, message: dict[str, Any]) -> dict[str, Any]:
+    assert process.stdin is not None and process.stdout is not None  # both were asked for
+    body = json.dumps(message).encode()
+    process.stdin.write(struct.pack(">I", len(body)) + body)
+    await process.stdin.drain()
+    head = await process.stdout.readexactly(4)
+    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(struct.unpack(">I", head)[0]))
+    return answer
