@@ -22,7 +22,8 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """A server around a model; `grace` is how long running answers may go on after SIGTERM (seconds)."""
+    """A server around a model. Seconds: `request_timeout` from a request to the end of its answer, 0 without
+    end; `grace` is how long running answers may go on after SIGTERM."""
 
     model: ModelOptions
     host: str = "127.0.0.1"
@@ -31,6 +32,7 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_queued: int = 256
+    request_timeout: float = 6 * 3600.0
     grace: float = 30.0
     log_level: str = "info"
 

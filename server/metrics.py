@@ -22,7 +22,7 @@ _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 _ITL = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 
 # How a call ended, as clients saw it. The label takes no other value.
-OUTCOMES = ("ok", "invalid", "queue_full", "unavailable", "client_gone", "error")
+OUTCOMES = ("ok", "invalid", "queue_full", "unavailable", "client_gone", "timeout", "error")
 
 
 class Metrics:

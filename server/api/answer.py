@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.call import Call
 from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, json_response
-from server.api.identity import Identity
 from server.api.state import ApiState
-from server.api.stream import EventStream, until_gone
+from server.api.stream import KEEP_ALIVE, EventStream, end, until_gone
 from server.engine.errors import EngineError, QueueFull
 from server.engine.request import FinishReason
-from server.metrics import TokenClock
 from server.text.errors import RequestError
 from server.text.generate import ChoiceDelta, Done, Generation, generate
 from server.text.prepare import Prepared
@@ -48,14 +49,13 @@ class Shape(Protocol):
 class Answer:
     """One call's answer: constant id, time and model, whatever form it takes."""
 
-    def __init__(
-        self, state: ApiState, prepared: Prepared, shape: Shape, clock: TokenClock, identity: Identity
-    ) -> None:
+    def __init__(self, state: ApiState, prepared: Prepared, shape: Shape, call: Call) -> None:
         self._state = state
         self._prepared = prepared
         self._shape = shape
-        self._clock = clock
-        self._identity = identity
+        self._clock = call.clock
+        self._identity = call.identity
+        self._deadline = call.deadline
         self._recorded = False
         self._head = {
             "id": prepared.request_id,
@@ -66,24 +66,41 @@ class Answer:
 
     async def whole(self, request: Request) -> Response:
         """The answer in one piece; ClientGone, with everything freed, if the client leaves before it."""
-        generation = await generate(self._state.service, self._prepared, self._state.tokenizer)
+        generation = await self._begun()
         try:
             body = await until_gone(request.receive, self._collect(generation))
         finally:
-            await generation.aclose()
+            await self._over(generation)
         self._record("ok")
         return json_response(body)
 
     async def stream(self, request: Request, include_usage: bool) -> Response:
-        """The answer as events. What fails before the first token is still an ordinary HTTP error."""
-        generation = await generate(self._state.service, self._prepared, self._state.tokenizer)
+        """The answer as events. What fails before the first token is still an ordinary HTTP error, unless the
+        client has waited for so long that he had to be told that he is not forgotten."""
+        settings = self._state.settings
+        generation = await self._begun()
+        first = asyncio.ensure_future(anext(generation))
         try:
-            first = await until_gone(request.receive, anext(generation))
+            soon = asyncio.wait({first}, timeout=settings.keep_alive_seconds)
+            await until_gone(request.receive, soon)
+            if first.done():
+                self._check(first.result())
         except BaseException:
-            await generation.aclose()
+            await self._over(generation, first)
             raise
         events = self._events(generation, first, include_usage)
-        return EventStream(events, self._state.settings.stall_seconds, self._left)
+        return EventStream(events, settings, self._left, partial(self._over, generation, first))
+
+    async def _begun(self) -> Generation:
+        generation = await generate(self._state.service, self._prepared, self._state.tokenizer)
+        self._deadline.then(partial(self._state.service.abort, self._prepared.request_id))
+        return generation
+
+    async def _over(self, generation: Generation, *tasks: asyncio.Future[Any]) -> None:
+        """Whatever still runs for this answer ends, and nothing is left that could hold it."""
+        self._deadline.stop()
+        await end(*tasks)
+        await generation.aclose()
 
     def _left(self) -> None:
         self._record("client_gone")
@@ -105,12 +122,12 @@ class Answer:
             self._clock.tokens(item.index, len(item.tokens))
             texts[item.index].append(item.text)
             if item.finish_reason is not None:
-                reasons[item.index] = _finish(item.finish_reason)
+                reasons[item.index] = self._finish(item.finish_reason)
         choices = [self._shape.whole(i, "".join(parts), reasons[i]) for i, parts in enumerate(texts)]
         return {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": usage}
 
     async def _events(
-        self, generation: Generation, first: ChoiceDelta | Done, include_usage: bool
+        self, generation: Generation, first: asyncio.Future[ChoiceDelta | Done], include_usage: bool
     ) -> AsyncGenerator[bytes, None]:
         base = {**self._head, "object": self._shape.chunk_object}
         base |= {"choices": []} | ({"usage": None} if include_usage else {})
@@ -119,15 +136,17 @@ class Answer:
             return _event({**base, "choices": [choice]})
 
         try:
+            if not first.done():
+                yield KEEP_ALIVE
+            item = await first
             openings = [self._shape.opening(index) for index in range(self._prepared.num_choices)]
             if news := b"".join(chunk(opening) for opening in openings if opening is not None):
                 yield news
-            item = first
             while not isinstance(item, Done):
                 self._clock.tokens(item.index, len(item.tokens))
                 news = chunk(self._shape.delta(item.index, item.text, None)) if item.text else b""
                 if item.finish_reason is not None:
-                    news += chunk(self._shape.delta(item.index, "", _finish(item.finish_reason)))
+                    news += chunk(self._shape.delta(item.index, "", self._finish(item.finish_reason)))
                 if news:
                     yield news
                 item = await anext(generation)
@@ -136,11 +155,21 @@ class Answer:
             yield last + _DONE
         except Exception as error:
             yield _event(self._failure(error).body()) + _DONE
-        finally:
-            await generation.aclose()
+
+    def _check(self, item: ChoiceDelta | Done) -> None:
+        if isinstance(item, ChoiceDelta) and item.finish_reason is not None:
+            self._finish(item.finish_reason)
+
+    def _finish(self, reason: FinishReason) -> str:
+        """`stop` or `length`; an answer that was cut off by the server is an error, never a finish."""
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            return reason.value
+        if self._deadline.passed:
+            raise self._deadline.error()
+        raise ApiError(503, "The server shut down before the answer was complete.", code="aborted")
 
     def _failure(self, error: Exception) -> ApiError:
-        self._record("error")
+        self._record(outcome_of(error))
         known = as_api_error(error)
         if known is None:
             _log.error("answer %s failed", self._identity, exc_info=error)
@@ -157,7 +186,7 @@ class Answer:
 
 
 def outcome_of(error: BaseException) -> str:
-    """The metric label of a call that ended in `error` before its answer began."""
+    """The metric label of a call that ended in `error`."""
     match error:
         case QueueFull():
             return "queue_full"
@@ -167,15 +196,10 @@ def outcome_of(error: BaseException) -> str:
             return "invalid"
         case ClientGone():
             return "client_gone"
+        case ApiError(code="deadline_exceeded"):
+            return "timeout"
         case _:
             return "error"
-
-
-def _finish(reason: FinishReason) -> str:
-    """`stop` or `length`; an answer that was cut off by the server is an error, never a finish."""
-    if reason in (FinishReason.STOP, FinishReason.LENGTH):
-        return reason.value
-    raise ApiError(503, "The server shut down before the answer was complete.", code="aborted")
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -12,7 +12,9 @@ from cache.errors import CacheError
 from server.engine.errors import Draining, EngineDead, EngineError, QueueFull
 from server.text.errors import GenerationError, RequestError
 
-_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_TYPES = {429: "rate_limit_error", **dict.fromkeys((500, 503, 504), "server_error")}
+
+_RETRY_SECONDS = "5"  # for who cannot be served now, where nobody knows better
 
 
 class ApiError(Exception):
@@ -32,6 +34,8 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers.setdefault("retry-after", _RETRY_SECONDS)
 
     def body(self) -> dict[str, Any]:
         """The JSON of the error, also used for an error event in a stream."""
@@ -79,7 +83,7 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 def shutting_down() -> ApiError:
     """What a client is told that came too late."""
-    return ApiError(503, _sentence(Draining()), code="shutting_down", headers={"retry-after": "5"})
+    return ApiError(503, _sentence(Draining()), code="shutting_down")
 
 
 def internal_error() -> ApiError:

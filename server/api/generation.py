@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 from server.api.answer import Answer, Shape, outcome_of
 from server.api.body import read_object
+from server.api.call import Call
+from server.api.deadline import Deadline
 from server.api.describe import accepts, answers
 from server.api.guard import KEY_ID
 from server.api.identity import identity_of, own_id
@@ -143,19 +145,26 @@ async def _chat(preparer: Preparer, body: ChatBody, name: str, key: str) -> Prep
 
 
 async def _run(state: ApiState, endpoint: _Endpoint, request: Request) -> Response:
-    clock = state.metrics.clock()
     identity = identity_of(request.scope)
     identity.own = own_id(endpoint.ids)
+    call = Call(identity, state.metrics.clock(), Deadline(state.settings.request_seconds))
     try:
-        raw = await read_object(request, state.settings)
-        body = validate(endpoint.body, raw)
-        refuse(raw, endpoint.unsupported)
-        refuse_in_stream_options(raw)
-        prepared = await endpoint.prepare(state.preparer, body, identity.own, request.scope[KEY_ID])
-        answer = Answer(state, prepared, endpoint.shape, clock, identity)
+        async with call.deadline.limit():
+            body, prepared = await _prepared(state, endpoint, request, identity.own)
+        answer = Answer(state, prepared, endpoint.shape, call)
         if body.stream:
             return await answer.stream(request, body.include_usage)
         return await answer.whole(request)
     except Exception as error:
         state.metrics.outcome(outcome_of(error))
         raise
+
+
+async def _prepared(
+    state: ApiState, endpoint: _Endpoint, request: Request, name: str
+) -> tuple[SamplingBody, Prepared]:
+    raw = await read_object(request, state.settings)
+    body = validate(endpoint.body, raw)
+    refuse(raw, endpoint.unsupported)
+    refuse_in_stream_options(raw)
+    return body, await endpoint.prepare(state.preparer, body, name, request.scope[KEY_ID])

@@ -47,7 +47,7 @@ class BoundedHttp(HttpToolsProtocol):
         limit = self.limit_concurrency
         if limit is not None and len(self.connections) >= limit:
             message = "Too many connections are open; try again soon."
-            self._refuse(ApiError(503, message, code="too_many_connections", headers={"retry-after": "5"}))
+            self._refuse(ApiError(503, message, code="too_many_connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, and with it the clock; the request that runs is told."""

@@ -22,7 +22,9 @@ class ApiSettings:
 
     `host` is the address that the server is bound to; `allowed_hosts` are further names a Host header may
     hold (`*` = any). Seconds: `body_seconds` without a byte of a body, `stall_seconds` without a reader for
-    a stream, `check_seconds` between two reconciliations of the cache. `max_body` is in bytes.
+    a stream, `keep_alive_seconds` without a word to who waits for one, `check_seconds` between two
+    reconciliations of the cache; `request_seconds` from a request to the end of its answer, 0 without end.
+    `max_body` is in bytes.
     """
 
     host: str = "127.0.0.1"
@@ -32,6 +34,8 @@ class ApiSettings:
     max_body: int = 16 * 2**20
     body_seconds: float = 30.0
     stall_seconds: float = 30.0
+    keep_alive_seconds: float = 10.0
+    request_seconds: float = 0.0
     check_seconds: float = 1.0
 
 

@@ -141,6 +141,14 @@ def _add_life(work: Group) -> None:
         help="requests that may wait; more get 429 (default: %(default)s)",
     )
     work.add_argument(
+        "--request-timeout",
+        type=number(0, 10**7),
+        default=6 * 3600.0,
+        metavar="SECONDS",
+        help="how long a request may take, waiting included, until it gets 504; 0 for ever (default: 21600, "
+        "six hours)",
+    )
+    work.add_argument(
         "--grace",
         type=number(0, 86400),
         default=30.0,
@@ -227,6 +235,7 @@ def serve_options(args: argparse.Namespace, env: Mapping[str, str], cache_dir: P
         allowed_hosts=args.allowed_hosts,
         cors_origins=args.cors_origins,
         max_queued=args.max_queued,
+        request_timeout=args.request_timeout,
         grace=args.grace,
         log_level="debug" if args.debug else args.log_level,
     )

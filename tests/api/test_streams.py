@@ -156,7 +156,7 @@ async def test_refusals_of_the_service(words: Path) -> None:
     refusals = [
         (QueueFull(256, 256, 7), 429, "queue_full", "7"),
         (Draining(), 503, "shutting_down", "5"),
-        (EngineDead("out of memory"), 503, "engine_dead", None),
+        (EngineDead("out of memory"), 503, "engine_dead", "5"),
     ]
     async with serving(words) as api:
         for refusal, status, code, retry in refusals:
