@@ -92,7 +92,6 @@ def create_app(loaded: Loaded, service: EngineService, preparer: Preparer, optio
         api_keys=options.api_keys,
         cors_origins=options.cors_origins,
         request_seconds=options.request_timeout,
-        request_seconds=options.request_timeout,
     )
     return create_api(
         ApiState(
