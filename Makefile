@@ -18,7 +18,7 @@ PINS := pyproject.toml constraints.txt constraints-cpu.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help serve chat fetch test test-slow test-all lint format types imports check load cache-page clean
+.PHONY: help serve chat fetch test test-slow test-all lint format types imports check load cache-page fuzz clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -66,6 +66,9 @@ load: $(VENV)/.ready-test ## a minute of load, latency beside live cache bytes
 cache-page: $(VENV)/.ready-test ## measure the attention modes and write the tables of the pages anew
 	@$(BIN)/python -m loadtest.cache_page --model $(MODEL) $(ARGS)
 
+fuzz: $(VENV)/.ready-test ## twenty thousand requests that nobody should send, to a tiny model
+	@$(BIN)/python -m loadtest.fuzz $(ARGS)
+
 clean: ## remove the virtual environment and what the tools left (fetched models stay)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -102,7 +105,7 @@ $(VENV)/.ready-run: $(VENV)/.ready-torch $(PINS)
 
 $(VENV)/.ready-test: $(VENV)/.ready-run
 	@echo "Installing what the tests need"
-	@$(PIP) install --quiet -c constraints.txt -e '.[test,load,plot]'
+	@$(PIP) install --quiet -c constraints.txt -e '.[test,load,plot,fuzz]'
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready-run

@@ -92,7 +92,7 @@ class OwnServer:
         return report
 
     def wait_idle(self, seconds: float) -> float:
-        """Wait until nothing runs, waits or holds a block; returns the seconds. ServerFault if it takes longer."""
+        """Wait till nothing runs, waits or holds a block; the seconds it took, ServerFault past `seconds`."""
         begin = time.monotonic()
         while True:
             health, live = self.get("/health"), self.get("/v1/kv")["states"]["live"]["blocks"]

@@ -1,4 +1,4 @@
-"""A checkpoint small enough that thousands of requests take minutes: random weights, a byte-level tokenizer."""
+"""A checkpoint so small that thousands of requests take minutes: random weights, a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def make_tiny(folder: Path, context: int = 512) -> Path:
-    """Write a Llama of 2 layers, 4 query and 2 KV heads to `folder`, the same each time; returns the folder."""
+    """Write a Llama of 2 layers, 4 query and 2 KV heads to `folder`, always the same; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
