@@ -8,13 +8,15 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.call import Call
 from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, json_response
+from server.api.logprobs import prompt_logprobs, scored
+from server.api.shapes import Shape, Tokens
 from server.api.state import ApiState
 from server.api.stream import KEEP_ALIVE, EventStream, end, until_gone
 from server.engine.errors import EngineError, QueueFull
@@ -25,25 +27,6 @@ from server.text.prepare import Prepared
 
 _log = logging.getLogger(__name__)
 _DONE = b"data: [DONE]\n\n"
-
-
-class Shape(Protocol):
-    """What tells /v1/completions from /v1/chat/completions in an answer."""
-
-    whole_object: str
-    chunk_object: str
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The first choice object of a choice in a stream, if it has one before its text."""
-        ...
-
-    def delta(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
-        """A choice object in a stream; `finish` only on the last one, whose text is empty."""
-        ...
-
-    def whole(self, index: int, text: str, finish: str) -> dict[str, Any]:
-        """The choice object of an answer in one piece."""
-        ...
 
 
 class Answer:
@@ -68,11 +51,11 @@ class Answer:
         """The answer in one piece; ClientGone, with everything freed, if the client leaves before it."""
         generation = await self._begun()
         try:
-            body = await until_gone(request.receive, self._collect(generation))
+            response = await until_gone(request.receive, self._collect(generation))
         finally:
             await self._over(generation)
         self._record("ok")
-        return json_response(body)
+        return response
 
     async def stream(self, request: Request, include_usage: bool) -> Response:
         """The answer as events. What fails before the first token is still an ordinary HTTP error, unless the
@@ -111,8 +94,10 @@ class Answer:
             self._recorded = True
             self._state.metrics.outcome(outcome)
 
-    async def _collect(self, generation: Generation) -> dict[str, Any]:
+    async def _collect(self, generation: Generation) -> Response:
+        """Taken apart here, put together on a thread where there may be a million log-probabilities."""
         texts: list[list[str]] = [[] for _ in range(self._prepared.num_choices)]
+        told: list[list[ChoiceDelta]] = [[] for _ in texts]
         reasons: dict[int, str] = {}
         usage: dict[str, Any] = {}
         async for item in generation:
@@ -121,10 +106,32 @@ class Answer:
                 continue
             self._clock.tokens(item.index, len(item.tokens))
             texts[item.index].append(item.text)
+            if item.scores or item.prompt_scores is not None:
+                told[item.index].append(item)
             if item.finish_reason is not None:
                 reasons[item.index] = self._finish(item.finish_reason)
-        choices = [self._shape.whole(i, "".join(parts), reasons[i]) for i, parts in enumerate(texts)]
-        return {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": usage}
+
+        def put_together() -> Response:
+            choices = [
+                self._whole(index, "".join(texts[index]), reasons[index], told[index])
+                for index in range(len(texts))
+            ]
+            head = {**self._head, "object": self._shape.whole_object}
+            return json_response({**head, "choices": choices, "usage": usage})
+
+        return await asyncio.to_thread(put_together) if any(told) else put_together()
+
+    def _whole(self, index: int, text: str, finish: str, told: list[ChoiceDelta]) -> dict[str, Any]:
+        scores, tokenizer = self._prepared.scores, self._state.tokenizer
+        tokens: Tokens = None
+        if scores.output is not None:
+            tokens = [token for news in told for token in scored(self._prepared, tokenizer, news)]
+        choice = self._shape.whole(index, text, finish, tokens)
+        if scores.prompt is None:
+            return choice
+        ids = self._prepared.prompts[index // self._prepared.n]
+        read = next((news.prompt_scores for news in told if news.prompt_scores is not None), ())
+        return choice | {"prompt_logprobs": prompt_logprobs(ids, read, scores.prompt, tokenizer)}
 
     async def _events(
         self, generation: Generation, first: asyncio.Future[ChoiceDelta | Done], include_usage: bool
@@ -144,9 +151,12 @@ class Answer:
                 yield news
             while not isinstance(item, Done):
                 self._clock.tokens(item.index, len(item.tokens))
-                news = chunk(self._shape.delta(item.index, item.text, None)) if item.text else b""
+                news = b""
+                tokens = scored(self._prepared, self._state.tokenizer, item) or None
+                if item.text or tokens is not None:
+                    news = chunk(self._shape.delta(item.index, item.text, tokens))
                 if item.finish_reason is not None:
-                    news += chunk(self._shape.delta(item.index, "", self._finish(item.finish_reason)))
+                    news += chunk(self._shape.ending(item.index, self._finish(item.finish_reason)))
                 if news:
                     yield news
                 item = await anext(generation)

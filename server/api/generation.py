@@ -9,60 +9,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.answer import Answer, Shape, outcome_of
+from server.api.answer import Answer, outcome_of
 from server.api.body import read_object
 from server.api.call import Call
 from server.api.deadline import Deadline
 from server.api.describe import accepts, answers
 from server.api.guard import KEY_ID
 from server.api.identity import identity_of, own_id
+from server.api.shapes import ChatShape, CompletionShape, Shape
 from server.api.state import ApiState
-from server.api.unsupported import CHAT, COMPLETION, Harmless, refuse, refuse_in_stream_options
+from server.api.unsupported import CHAT, COMPLETION, Harmless, refuse, refuse_in_streams
 from server.api.wire import ChatBody, CompletionBody, SamplingBody, validate
 from server.text.asks import ChatAsk, CompletionAsk
 from server.text.prepare import Prepared, Preparer
-
-
-class CompletionShape:
-    """`text_completion` objects: a choice carries its text."""
-
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """None: the text comes at once."""
-        return None
-
-    def delta(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
-        """A choice with the next piece of its text."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
-
-    def whole(self, index: int, text: str, finish: str) -> dict[str, Any]:
-        """The same with all of it."""
-        return self.delta(index, text, finish)
-
-
-class ChatShape:
-    """`chat.completion` objects: a choice carries a message, or what is added to it."""
-
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The role, before any text."""
-        return self._choice(index, {"role": "assistant", "content": ""}, None)
-
-    def delta(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
-        """The next piece of the message; the last delta is empty."""
-        return self._choice(index, {"content": text} if finish is None else {}, finish)
-
-    def whole(self, index: int, text: str, finish: str) -> dict[str, Any]:
-        """The whole message."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
-
-    def _choice(self, index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +81,8 @@ async def _completion(preparer: Preparer, body: CompletionBody, name: str, key: 
             model=body.model,
             max_tokens=body.max_tokens,
             echo=body.echo,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             sampling=body.sampling(),
             cache_salt=body.cache_salt,
             key_id=key,
@@ -137,6 +98,9 @@ async def _chat(preparer: Preparer, body: ChatBody, name: str, key: str) -> Prep
             model=body.model,
             max_tokens=body.max_tokens,
             max_completion_tokens=body.max_completion_tokens,
+            logprobs=body.logprobs,
+            top_logprobs=body.top_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             sampling=body.sampling(),
             cache_salt=body.cache_salt,
             key_id=key,
@@ -166,5 +130,5 @@ async def _prepared(
     raw = await read_object(request, state.settings)
     body = validate(endpoint.body, raw)
     refuse(raw, endpoint.unsupported)
-    refuse_in_stream_options(raw)
+    refuse_in_streams(raw)
     return body, await endpoint.prepare(state.preparer, body, name, request.scope[KEY_ID])

@@ -16,7 +16,6 @@ _SHARED: Harmless = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "early_stopping": (False,),
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
@@ -25,11 +24,7 @@ _SHARED: Harmless = {
     "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
@@ -43,7 +38,6 @@ COMPLETION: Harmless = {
     **_SHARED,
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "logprobs": (),
     "prompt_embeds": (),
     "suffix": (),
 }
@@ -60,7 +54,6 @@ CHAT: Harmless = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
@@ -68,7 +61,6 @@ CHAT: Harmless = {
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -96,12 +88,20 @@ def refuse(body: Mapping[str, Any], fields: Harmless, inside: str = "") -> None:
             )
 
 
-def refuse_in_stream_options(body: Mapping[str, Any]) -> None:
-    """The same for the object in `stream_options`, and for that object without a stream."""
+def refuse_in_streams(body: Mapping[str, Any]) -> None:
+    """The same for the object in `stream_options`; that object without a stream, and what a stream has no
+    place for."""
     options = body.get("stream_options")
     if options is not None and body.get("stream") is not True:
         raise ApiError(
             400, "stream_options: allowed only with `stream` true.", "stream_options", "invalid_value"
+        )
+    if body.get("prompt_logprobs") is not None and body.get("stream") is True:
+        raise ApiError(
+            400,
+            "prompt_logprobs: not allowed with `stream` true; a stream has no place for them.",
+            "prompt_logprobs",
+            "invalid_value",
         )
     if isinstance(options, dict):
         refuse(options, STREAM_OPTIONS, "stream_options.")

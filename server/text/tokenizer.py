@@ -56,6 +56,7 @@ class Tokenizer:
                 f"{name}: {error} is not supported; byte-level and sentencepiece tokenizers are"
             ) from None
         self._read = PieceReader(self._plan, self._visible_piece)
+        self._token_texts: dict[int, TokenText] = {}  # of those that were asked for
         self.special: Mapping[str, str] = backend.special.texts()
         """Role (`bos_token`, `eos_token`, ...) to text."""
         eos = self._tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
@@ -99,6 +100,12 @@ class Tokenizer:
     def token_text(self, token: int) -> TokenText:
         """The token by itself; both parts are empty beyond the vocabulary. In its place at the head of a text
         it may lose a space (sentencepiece)."""
+        known = self._token_texts.get(token)
+        if known is None:
+            known = self._token_texts[token] = self._lone(token)
+        return known
+
+    def _lone(self, token: int) -> TokenText:
         piece = self._read(token)
         if piece is None:
             return TokenText(self.piece(token) or "", b"")
