@@ -64,9 +64,10 @@ class Grammars:
 
     async def _find(self, ask: GrammarAsk) -> Compiled | str:
         key = hashlib.sha256(f"{ask.kind}\n{ask.source}".encode()).digest()
-        if key in self._kept:
+        kept = self._kept.get(key)
+        if kept is not None and not (isinstance(kept, Compiled) and kept.worn):
             self._kept.move_to_end(key)
-            return self._kept[key]
+            return kept
         if key not in self._running:
             # A task of its own: a client that leaves must not end what others wait for.
             self._running[key] = asyncio.create_task(self._compile(ask))

@@ -9,11 +9,10 @@ from typing import Any, NoReturn
 
 from server.text.checks import is_list, refuse, text
 from server.text.errors import RequestError, shown
+from server.text.grammar_build import MAX_AT_LEAST
 
 MAX_BYTES = 64 * 2**10
 """Of a schema, a pattern or a grammar, as UTF-8."""
-MAX_AT_LEAST = 100_000
-"""The largest minItems, minLength or minProperties: more than that, no answer here could hold."""
 MAX_DEPTH = 64
 INVALID = "invalid_grammar"
 

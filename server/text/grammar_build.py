@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+MAX_AT_LEAST = 100_000
+"""How often anything may have to be repeated: more than that, no answer here could hold."""
 MAX_REASON = 500
 """Characters of the library's words that a client gets to see."""
 
@@ -44,6 +46,7 @@ def to_lark(kind: str, source: str) -> str:
         case "json":
             return f"start: %json {json.dumps(json.loads(source) | {'x-guidance': _JSON})}{_OPTIONS}"
         case "regex":
+            _check_repeats(source)
             return f"start: /{regex_to_lark(source)}/{_OPTIONS}"
         case "choice":
             return f"start: /{regex_to_lark('|'.join(map(re.escape, json.loads(source))))}/{_OPTIONS}"
@@ -51,7 +54,15 @@ def to_lark(kind: str, source: str) -> str:
             return _from_ebnf(source) + _OPTIONS
 
 
+def _check_repeats(source: str) -> None:
+    """Refuses what no answer could be long enough for."""
+    for number in re.findall(r"(?<!\\)\{\s*(\d+)", source):
+        if len(number) > 9 or int(number) > MAX_AT_LEAST:
+            raise GrammarError(f"repeats more than {MAX_AT_LEAST} times, which no answer could")
+
+
 def _from_ebnf(source: str) -> str:
+    _check_repeats(source)
     bare = _without_literals(source)
     if "<[" in bare:
         raise GrammarError("tokens by number (`<[...]>`) are not allowed")
@@ -118,12 +129,20 @@ def _limits() -> LLParserLimits:
     )
 
 
+def is_full(matcher: LLMatcher) -> bool:
+    """Whether it failed because the states are used up that it shares with its copies."""
+    return "too many states" in matcher.get_error()
+
+
 def reason(matcher: LLMatcher) -> str:
     """The library's words for what is wrong, without its excerpts of the grammar."""
     lines = matcher.get_error().split("<backtrace>")[0].replace("<non-verbose/>", "").splitlines()
     kept = [line for line in lines if not re.match(r"\s*(\d+ \|.*|\^\s*)$", line)]
-    text = " ".join(" ".join(kept).split())
-    return shortened(text.replace("failed to compile JSON schema: ", "") or "the library gives no reason")
+    text = " ".join(" ".join(kept).split()).replace("failed to compile JSON schema: ", "")
+    if text.startswith("NoExtension"):
+        return "no text fits it"
+    text = text.split(" Enable '")[0]  # an option of the library's that is not offered here
+    return shortened(text or "the library gives no reason")
 
 
 def shortened(text: str) -> str:

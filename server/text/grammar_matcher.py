@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from copy import copy
+from time import thread_time
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -15,10 +17,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from server.engine.constraint import BitArray
 from server.engine.request import Constraint
-from server.text.grammar_build import make_matcher, make_tokenizer, reason
+from server.text.grammar_build import is_full, make_matcher, make_tokenizer, reason
 from server.text.tokenizer import Tokenizer
 
 _WORD = 32
+_STEP_BYTES, _MOST_BYTES = 1024, 48 * 2**20  # of states that a lexer makes, by token and at most
+_QUICK_SECONDS = 0.1  # to compile, for one that may be compiled again on the engine's thread
 
 
 class GrammarStuck(ValueError):
@@ -29,13 +33,15 @@ class GrammarMatcher:
     """The engine's `Matcher` over the library's. `ends` are the ids that end an answer, as bits: allowed
     where the text is whole, and nowhere else, unless nothing but them could follow."""
 
-    def __init__(self, inner: LLMatcher, mask: BitArray, complete: bool, end: int, ends: BitArray) -> None:
-        """`mask` is what may come next, `end` the library's id for the end of the text."""
-        self._inner = inner
-        self._mask = mask
-        self._complete = complete
-        self._end = end
+    def __init__(self, compiled: Compiled, ends: BitArray) -> None:
+        """At the start. Raises GrammarStuck."""
+        self._compiled = compiled
         self._ends = ends
+        self._inner, self._generation = compiled.fork()
+        self._taken: list[int] = []
+        self._mask = np.zeros_like(ends)
+        self._complete = False
+        self._follow()
 
     @property
     def complete(self) -> bool:
@@ -51,20 +57,39 @@ class GrammarMatcher:
     def advance(self, token: int) -> None:
         """Takes a drawn token and finds out what may follow. Raises GrammarStuck where the token does not fit
         or nothing can follow, and where the library's limits end."""
-        if not self._inner.consume_token(token):
-            raise GrammarStuck(f"the grammar could not be followed: {reason(self._inner)}")
-        self.look()
+        self._taken.append(token)
+        self._compiled.steps += 1
+        self._inner.consume_token(token)
+        self._follow()
 
-    def look(self) -> None:
-        """Asks the library what may come next, and puts its end mark in the request's terms."""
-        self._inner.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+    def copy(self) -> GrammarMatcher:
+        """Another at the same place."""
+        other = copy(self)
+        other._inner = self._inner.deep_copy()
+        other._taken = self._taken.copy()
+        other._mask = self._mask.copy()
+        return other
+
+    def _follow(self) -> None:
+        """Asks what may come next. Copies share the states that the library's lexer has made; where these are
+        full, there may still be room for this answer's alone."""
+        if not self._inner.is_error():
+            self._inner.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._inner.is_error() and is_full(self._inner):
+            self._inner, self._generation = self._compiled.renewed(self._generation)
+            self._inner.consume_tokens(self._taken)
+            self._inner.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._inner.is_error():
             raise GrammarStuck(f"the grammar could not be followed: {reason(self._inner)}")
-        mask = self._mask.view(np.uint32)
-        word, bit = self._end // _WORD, np.uint32(1 << self._end % _WORD)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Puts the library's end mark in the request's terms."""
+        mask, ends = self._mask.view(np.uint32), self._ends.view(np.uint32)
+        word, bit = self._compiled.end // _WORD, np.uint32(1 << self._compiled.end % _WORD)
         whole = bool(mask[word] & bit)
         mask[word] &= ~bit
-        text = mask & ~self._ends.view(np.uint32)
+        text = mask & ~ends
         more = bool(text.any())
         self._complete = whole and not more
         if more:
@@ -72,38 +97,56 @@ class GrammarMatcher:
         elif not whole and not mask.any():
             raise GrammarStuck("the grammar allows nothing here")
         if whole:
-            mask |= self._ends.view(np.uint32)
-
-    def copy(self) -> GrammarMatcher:
-        """Another at the same place."""
-        return GrammarMatcher(
-            self._inner.deep_copy(), self._mask.copy(), self._complete, self._end, self._ends
-        )
+            mask |= ends
 
 
 class Compiled:
-    """A grammar ready to be matched. `lark` is its text, `nbytes` about what it takes in memory."""
+    """A grammar ready to be matched. `lark` is its text, `end` the library's id for the end of a text."""
 
     def __init__(self, tokenizer: LLTokenizer, lark: str, nbytes: int) -> None:
-        """Raises GrammarError. Takes as long as the grammar takes to compile, without Python's lock."""
+        """`nbytes` is about what it takes in memory. Raises GrammarError. Takes as long as the grammar takes
+        to compile, without Python's lock."""
         self.lark = lark
-        self.nbytes = nbytes
+        self.end = tokenizer.vocab_size - 1
+        self.steps = 0  # tokens that answers have taken
+        self.worn = False  # its lexer's states are full
+        self._nbytes = nbytes
+        self._tokenizer = tokenizer
+        self._generation = 0
+        began = thread_time()
         self._first = make_matcher(tokenizer, lark)
-        self._end = tokenizer.vocab_size - 1
-        self._lock = threading.Lock()
+        self._seconds = thread_time() - began
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes by now: each step may add to the lexer's states."""
+        return self._nbytes + min(self.steps * _STEP_BYTES, _MOST_BYTES)
 
     def matcher(self, ends: Iterable[int]) -> GrammarMatcher:
         """One at the start, for an answer that ends at one of `ends`. Raises GrammarStuck."""
-        words = np.zeros(self._end // _WORD + 1, dtype=np.int32)
+        words = np.zeros(self.end // _WORD + 1, dtype=np.int32)
         bits = words.view(np.uint32)
         for token in ends:
-            if token < self._end:
+            if token < self.end:
                 bits[token // _WORD] |= np.uint32(1 << token % _WORD)
-        with self._lock:  # a copy reads what another copy may share
-            inner = self._first.deep_copy()
-        start = GrammarMatcher(inner, np.zeros_like(words), False, self._end, words)
-        start.look()
-        return start
+        return GrammarMatcher(self, words)
+
+    def fork(self) -> tuple[LLMatcher, int]:
+        """The library's matcher at the start, and which generation of states it shares."""
+        return self._first.deep_copy(), self._generation
+
+    def renewed(self, generation: int) -> tuple[LLMatcher, int]:
+        """The same in a later generation than the given one. Raises GrammarStuck if it takes too long to make
+        one while others wait."""
+        if generation == self._generation:
+            self.worn = True
+            if self._seconds > _QUICK_SECONDS:
+                raise GrammarStuck("the grammar could not be followed: it has too many states")
+            self._first = make_matcher(self._tokenizer, self.lark)
+            self._generation += 1
+            self.steps = 0
+            self.worn = False
+        return self.fork()
 
 
 class GrammarSource:
@@ -132,10 +175,10 @@ class GrammarSource:
             if self._inner is None:  # a tenth of a second
                 self._inner = make_tokenizer(self.pieces())
             known = self._known.get(lark)
-        if known is None:
+        if known is None or known.worn:
             known = Compiled(self._inner, lark, nbytes)
             with self._lock:
-                known = self._known.setdefault(lark, known)
+                self._known[lark] = known
         return known
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
