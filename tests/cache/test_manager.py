@@ -12,7 +12,7 @@ from cache.layout import KVLayout, LayerGroup
 from cache.manager import CacheManager
 from cache.pool import KVPool
 from cache.state import VariantSpec
-from tests.support.cache_harness import CPU, Harness, assert_same_books, books, make_manager, root_of
+from tests.support.cache_harness import CPU, assert_same_books, books, make_manager, root_of
 
 SMOLLM2 = (VariantSpec("native", 3), VariantSpec("mha", 9), VariantSpec("mqa", 1))
 
@@ -111,25 +111,6 @@ def test_a_pool_too_full_refuses_and_changes_nothing() -> None:
         chain.append(token)
     assert manager.extend(slot, 20)
     assert manager.free_blocks == 0
-
-
-def test_a_failed_suffix_leaves_the_hits_as_they_were() -> None:
-    harness = Harness(make_manager(6, block_size=4))
-    account = harness.account("mqa")
-    first = harness.open(account, "a", [1] * 8)
-    assert first is not None and harness.extend(first, 8)
-    harness.run()
-    harness.close(first)
-    other = harness.open(account, "b", [2] * 8)
-    assert other is not None and harness.extend(other, 8)
-    again = harness.open(account, "a", [1] * 20)
-    assert again is not None and harness.open_[again].computed == 8
-    refs = harness.manager.state.store.refs.copy()
-    assert not harness.extend(again, 20)  # 3 more, of 2
-    assert (harness.manager.state.store.refs == refs).all()
-    assert harness.extend(again, 16)
-    harness.close(again)
-    assert harness.manager.cached_blocks == 2 and harness.manager.live_blocks == 2
 
 
 def test_no_slot_left_is_an_error_without_a_trace() -> None:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import chain as chain_module
 from cache.chain import TokenChain
 from cache.manager import CacheManager
 from cache.state import VariantSpec
@@ -96,33 +95,6 @@ def test_variants_do_not_mix_even_under_one_root() -> None:
         manager.advance(opened.slot, 9, chain)
         manager.close(opened.slot)
         manager.check()
-
-
-@pytest.mark.parametrize(
-    ("root", "tokens"),
-    [("b", [1] * 4), ("a", [2] * 4), ("b", [2] * 4)],
-    ids=["another root", "other tokens", "both"],
-)
-def test_an_equal_digest_is_not_a_hit(root: str, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_module, "block_digest", lambda parent, tokens: bytes(32))
-    harness = Harness(make_manager(50), compare=False)
-    harness.close(run(harness, [1] * 4))
-    assert len(harness.manager.state.index.by_digest) == 1
-    assert found(harness, [1] * 5) == 4
-    assert found(harness, [*tokens, 9], root) == 0
-    assert found(harness, [*tokens, 9], variant="native") == 0
-
-
-def test_an_equal_digest_of_another_parent_is_not_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of the same tokens after different ones; the digest forgets what came before."""
-    monkeypatch.setattr(chain_module, "block_digest", lambda parent, tokens: tokens.ljust(32, b"\0"))
-    harness = Harness(make_manager(50), compare=False)
-    one, two, seven, eight = ([token] * 4 for token in (1, 2, 7, 8))
-    harness.close(run(harness, one + seven + eight))
-    assert found(harness, [*one, *seven, *eight, 5]) == 12
-    harness.close(run(harness, two))
-    assert found(harness, [*two, *seven, *eight, 5]) == 4, "eight follows seven, but not this one"
-    assert found(harness, [*seven, *eight, 5]) == 0
 
 
 def test_a_duplicate_of_a_running_sequence_stays_private() -> None:

@@ -112,19 +112,3 @@ def test_random_lives(small: Path, oracle: Oracle, seed: int) -> None:
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.waiting_requests) == (0, 0, 0)
     assert engine._works == {}
-
-
-def test_two_hundred_requests_leave_nothing(small: Path) -> None:
-    """Distinct short requests; what stays is cached, not live, and the gauges add up under load."""
-    engine = fp32_engine(small, kv_memory=1 << 20, max_num_seqs=16)[0]
-    for i in range(200):
-        engine.add(greedy_request(prompt_of(18, 1000 + i), 3))
-    manager = manager_of(engine)
-    while engine.has_work:
-        engine.step()
-        assert manager.free_blocks + manager.cached_blocks + manager.live_blocks == manager.total
-        assert min(manager.free_blocks, manager.cached_blocks, manager.live_blocks) >= 0
-    assert_idle(engine, 256)
-    assert manager.cached_blocks > 0
-    assert engine.report(check=True).states.live.blocks == 0
-    assert engine.stats().finished_length == 200

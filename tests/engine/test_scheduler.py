@@ -10,9 +10,8 @@ import pytest
 
 from model.heads import NativeHeads, RepeatHeads, Variant
 from server.engine.engine import Engine
-from server.engine.request import FinishReason, Request
+from server.engine.request import Request
 from server.engine.scheduler import Limits
-from tests.engine.conftest import Oracle
 from tests.support.driving import fp32_engine, greedy_request, run
 from tests.support.engines import checked, manager_of, on_batches, pool_of, prompt_of
 
@@ -121,36 +120,6 @@ def test_head_room_is_left_for_running_decodes(small: Path) -> None:
     assert engine.stats().preemptions == 0
 
 
-def test_a_preempted_request_comes_back_before_its_juniors(small: Path, oracle: Oracle) -> None:
-    engine = checked(pool_of(small, 12, max_num_seqs=6)[0])
-    requests = [greedy_request(prompt_of(20, 20 + i), 44) for i in range(6)]
-    last: dict[str, int] = {}
-    for request in requests:
-        engine.add(request)
-    step = 0
-    while engine.has_work:
-        for event in engine.step():
-            if event.finish:
-                last[event.request_id] = step
-        step += 1
-    assert engine.stats().preemptions > 0
-    assert [last[request.id] for request in requests] == sorted(last.values())
-
-
-def test_the_first_in_order_gets_a_token_in_every_step(small: Path) -> None:
-    engine = checked(pool_of(small, 12)[0])
-    requests = [greedy_request(prompt_of(20, 20 + i), 44) for i in range(6)]
-    for request in requests:
-        engine.add(request)
-    open_ids = [request.id for request in requests]
-    while engine.has_work:
-        events = engine.step()
-        assert open_ids[0] in {event.request_id for event in events}
-        for event in events:
-            if event.finish:
-                open_ids.remove(event.request_id)
-
-
 def test_a_new_request_of_better_priority_pushes_the_last_out_when_it_needs_room(small: Path) -> None:
     """It is admitted as soon as its prompt fits, and when it grows, the last of the others gives way."""
     engine = checked(pool_of(small, 6, max_num_seqs=4)[0])
@@ -165,25 +134,6 @@ def test_a_new_request_of_better_priority_pushes_the_last_out_when_it_needs_room
         done += [event.request_id for event in engine.step() if event.finish]
     assert done.index(first.id) < done.index(second.id)
     assert engine.stats().preemptions > 0
-
-
-@pytest.mark.parametrize("prompt_tokens", [128, 129, 200])
-def test_a_request_that_can_never_fit(small: Path, prompt_tokens: int) -> None:
-    """Refused at once, or grown to the pool; and the queue behind it moves."""
-    engine, facts = pool_of(small, 8)
-    assert facts.max_model_len == 128 and facts.clamped_from == 256
-    small_one = greedy_request(prompt_of(10, 1), 5)
-    if prompt_tokens > 128:
-        with pytest.raises(ValueError, match=f"prompt of {prompt_tokens} tokens exceeds the 128"):
-            engine.add(greedy_request(prompt_of(prompt_tokens, 2), 5))
-        assert run(checked(engine), [small_one])[0][0].finish is FinishReason.LENGTH
-        return
-    for tokens, expected in ((100, 28), (126, 2)):
-        large = greedy_request(prompt_of(tokens, 2), 200)
-        behind = greedy_request(prompt_of(10, 1), 5)
-        (grown,), (other,) = run(checked(engine), [large, behind])
-        assert (len(grown.ids), grown.finish) == (expected, FinishReason.LENGTH)
-        assert (len(other.ids), other.finish) == (5, FinishReason.LENGTH)
 
 
 def test_wide_requests_in_a_pool_that_they_fill(small: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import Oracle
 from tests.support import checkpoints
 from tests.support.reference import load_reference, load_reference_tokenizer
 from tests.support.scripted import Serve, chain_servers, known_of
@@ -106,3 +107,15 @@ def chain(tmp_path_factory: pytest.TempPathFactory, smol: Path) -> Callable[...,
         return built[key]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """RAND with 512 ids, for engines without words. Read only."""
+    return checkpoints.make_rand(tmp_path_factory.mktemp("small"), vocab=512)
+
+
+@pytest.fixture(scope="session")
+def oracle(small: Path) -> Oracle:
+    """What transformers says on it."""
+    return Oracle(load_reference(small))
