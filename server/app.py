@@ -25,7 +25,7 @@ from server.engine.facts import EngineFacts, VariantFacts
 from server.engine.request import KVPeak
 from server.text.calibration import calibration_source
 from server.text.chat import ChatTemplate
-from server.text.defaults import sampling_defaults
+from server.text.defaults import SamplingDefaults, sampling_defaults
 from server.text.eos import eos_ids
 from server.text.grammar_matcher import GrammarSource
 from server.text.served import ServedModel, ServedVariant
@@ -76,7 +76,8 @@ def load(
         engine, facts = build_engine(options.engine, folder, calibration=source, matchers=grammars)
         tokenizer, chat = words.result()
     name = options.served_name or model_name(options.model, folder)
-    served = _served(name, facts, tokenizer, folder)
+    defaults = sampling_defaults(folder) if options.generation_config == "auto" else SamplingDefaults()
+    served = _served(name, facts, tokenizer, folder, defaults)
     return Loaded(name, engine, facts, served, tokenizer, chat, grammars, int(time.time()))
 
 
@@ -165,7 +166,9 @@ def _load_words(folder: Path, meanwhile: Callable[[], object] | None) -> tuple[T
     return tokenizer, chat
 
 
-def _served(name: str, facts: EngineFacts, tokenizer: Tokenizer, folder: Path) -> ServedModel:
+def _served(
+    name: str, facts: EngineFacts, tokenizer: Tokenizer, folder: Path, defaults: SamplingDefaults
+) -> ServedModel:
     return ServedModel(
         names=served_names(name, facts),
         variants={v.name: ServedVariant(v.name, v.max_len, v.identity) for v in facts.variants},
@@ -173,5 +176,5 @@ def _served(name: str, facts: EngineFacts, tokenizer: Tokenizer, folder: Path) -
         eos_ids=eos_ids(folder, facts.eos_ids, tokenizer, facts.vocab_rows),
         fingerprint=facts.fingerprint,
         kv_dtype=facts.kv_dtype,
-        defaults=sampling_defaults(folder),
+        defaults=defaults,
     )

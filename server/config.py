@@ -10,13 +10,16 @@ from server.engine.options import EngineOptions
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model to load and how; `threads` for CPU arithmetic, None is one for each core."""
+    """Which model to load and how; `threads` for CPU arithmetic, None is one for each core. A request's
+    sampling is by default what the checkpoint's generation_config.json says, or with `generation_config`
+    "none" what OpenAI's API says."""
 
     model: str
     cache_dir: Path
     served_name: str | None = None
     threads: int | None = None
     hub_endpoint: str | None = None
+    generation_config: str = "auto"
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 

@@ -18,7 +18,14 @@ MODEL_HELP = f"a folder, a hub id (organisation/model) or the alias {DEFAULT_MOD
 
 def add_model_flags(parser: Parser) -> None:
     """Everything that decides what is loaded and how large its cache is."""
-    add_machine_flags(parser.add_argument_group("model"))
+    model = parser.add_argument_group("model")
+    add_machine_flags(model)
+    model.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="sampling that a request leaves out: the checkpoint's own, or OpenAI's defaults (default: auto)",
+    )
     _add_attention(parser.add_argument_group("attention"))
     _add_cache(parser.add_argument_group("KV cache"))
     _add_batching(parser.add_argument_group("batching"))
@@ -207,6 +214,7 @@ def model_options(args: argparse.Namespace, env: Mapping[str, str], cache_dir: P
         served_name=getattr(args, "served_model_name", None),
         threads=args.threads,
         hub_endpoint=env.get("HF_ENDPOINT") or None,
+        generation_config=args.generation_config,
         engine=EngineOptions(
             device=args.device,
             dtype=args.dtype,

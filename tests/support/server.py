@@ -187,6 +187,7 @@ def inside(
     max_queued: int = 256,
     served_name: str | None = None,
     cache_dir: Path | None = None,
+    generation_config: str = "auto",
     **options: Any,
 ) -> Iterator[Served]:
     """The application over `folder`, in fp32; `options` are fields of `EngineOptions`. What it calibrates is
@@ -196,7 +197,10 @@ def inside(
     from server.engine.options import EngineOptions
 
     engine = EngineOptions(**{"dtype": "float32", "kv_memory": 8 << 20} | options)
-    loaded = load(ModelOptions(str(folder), cache_dir or folder, served_name, engine=engine), folder)
+    model = ModelOptions(
+        str(folder), cache_dir or folder, served_name, generation_config=generation_config, engine=engine
+    )
+    loaded = load(model, folder)
     started: Future[tuple[str, Callable[[], None]]] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve_inside(loaded, max_queued, started)))
     thread.start()
