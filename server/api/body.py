@@ -19,6 +19,7 @@ from server.api.state import ApiSettings
 from server.api.structure import MAX_OBJECTS, MAX_VALUES, structure
 
 MAX_DEPTH = 64  # containers inside containers; the deepest field we know needs 4
+_PATIENCE = 10  # times `body_seconds`: the whole body must be there by then, however it drips
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -26,7 +27,8 @@ async def read_object(request: Request, settings: ApiSettings) -> dict[str, Any]
     """The JSON object in the request's body.
 
     Raises ApiError 415 (content type or encoding), 413 (more than `settings.max_body` bytes, found before
-    parsing), 408 (no bytes for `settings.body_seconds`), 400 (anything else); ClientGone.
+    parsing), 408 (no bytes for `settings.body_seconds`, or not all in ten times that), 400 (anything else);
+    ClientGone.
     """
     _check_headers(request)
     return parse_object(await _read(request, settings))
@@ -90,9 +92,11 @@ async def _read(request: Request, settings: ApiSettings) -> bytes:
     parts: list[bytes] = []
     size = 0
     stream = request.stream()
+    clock = asyncio.get_running_loop().time
+    end = clock() + _PATIENCE * settings.body_seconds
     try:
         while True:
-            async with asyncio.timeout(settings.body_seconds):
+            async with asyncio.timeout_at(min(clock() + settings.body_seconds, end)):
                 part = await anext(stream, None)
             if part is None:
                 return b"".join(parts)
@@ -101,7 +105,9 @@ async def _read(request: Request, settings: ApiSettings) -> bytes:
                 raise _too_large(limit)
             parts.append(part)
     except TimeoutError:
-        raise ApiError(408, f"No part of the body came for {settings.body_seconds:g} s.") from None
+        most = _PATIENCE * settings.body_seconds
+        told = f"No part of the body came for {settings.body_seconds:g} s, or not all of it in {most:g} s."
+        raise ApiError(408, told) from None
     except ClientDisconnect:
         raise ClientGone from None
 

@@ -53,8 +53,7 @@ class BoundedHttp(HttpToolsProtocol):
         """The connection is gone, and with it the clock; the request that runs is told."""
         self._stop_timer()
         if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
+            _disconnect(self._answering)
         self.pipeline.clear()
         super().connection_lost(exc)
 
@@ -102,7 +101,16 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The parser has a whole request; what comes next is a head."""
         super().on_message_complete()
+        self._stop_timer()
         self._in_head = True
+
+    def on_response_complete(self) -> None:
+        """An answer has gone out. What it did not read of a body is thrown away, but not for ever."""
+        answered = self._answering
+        super().on_response_complete()
+        if answered is not None and answered.more_body and not self.transport.is_closing():
+            self._stop_timer()
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP gets our error shape; `msg`, the parser's own words, is dropped."""
@@ -110,11 +118,24 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer without ASGI, and close, but not at once: a connection that is closed with bytes unread
-        is reset, and the answer may be lost on its way. What else the client sends is thrown away."""
+        is reset, and the answer may be lost on its way. What else the client sends is thrown away.
+
+        An answer that runs is not spoilt by what comes behind its request: it is the last of the connection.
+        """
         if self.transport.is_closing() or self._refused:
             return
         self._refused = True
         self._stop_timer()
+        self.pipeline.clear()
+        running = self._answering
+        if running is not None and not running.response_complete:
+            if not running.more_body:
+                running.keep_alive = False
+                return
+            _disconnect(running)  # what is wrong is its own body
+            if running.response_started:
+                self.transport.close()
+                return
         body = json.dumps(error.body(), separators=(",", ":")).encode()
         headers = {
             "content-type": "application/json",
@@ -138,3 +159,9 @@ class BoundedHttp(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Its application is told that the client has left, and what it still sends is dropped."""
+    cycle.disconnected = True
+    cycle.message_event.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,47 @@ async def test_too_large_in_chunks(words: Path) -> None:
     async with serving(words, max_body=5000) as api:
         headers = {"content-type": "application/json"}
         check_error(await api.http.post("/v1/completions", content=chunks(), headers=headers), 413)
+
+
+async def test_a_body_that_drips(words: Path) -> None:
+    """Each byte in time, and the whole never."""
+    async with serving(words, body_seconds=0.1) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: 1000\r\n\r\n".encode())
+        begin = time.monotonic()
+        answer = asyncio.ensure_future(reader.readline())
+        while not answer.done():
+            writer.write(b" ")
+            await asyncio.wait({answer}, timeout=0.05)
+            assert time.monotonic() - begin < 5
+        assert (await answer).startswith(b"HTTP/1.1 408 ")
+        assert time.monotonic() - begin > 0.9
+        writer.close()
+
+
+async def test_fifty_megabytes_are_not_read(words: Path) -> None:
+    """Refused by the header before a byte of the body; chunks, once more than the limit has come. Nothing of
+    the rest is kept, and the client can read the refusal while it sends."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b" " * 2**20
+
+    async with serving(words) as api:
+        for extra in ({"content-length": str(50 * 2**20)}, {}):
+            headers = {"content-type": "application/json", **extra}
+            error = check_error(
+                await api.http.post("/v1/completions", content=chunks(), headers=headers), 413
+            )
+            assert error["code"] == "body_too_large"
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {50 * 2**20}\r\n\r\n".encode())
+        line = await asyncio.wait_for(reader.readline(), 5)
+        assert line.startswith(b"HTTP/1.1 413 "), "before anything was sent"
+        writer.close()
+        assert (await api.http.get("/health")).status_code == 200
 
 
 async def test_a_body_that_stops_coming(words: Path) -> None:

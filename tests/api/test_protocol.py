@@ -42,6 +42,52 @@ async def test_what_is_no_http(words: Path, junk: bytes) -> None:
         assert (await api.http.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_junk_behind_a_request_does_not_spoil_its_answer(
+    words: Path, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer is whole, the connection ends with it, and nothing is logged."""
+    async with serving(words) as api:
+        api.service.pace = 0.02
+        body = post(asked(C, stream=stream))
+        for junk in (b"hello\r\n\r\n", b"\x00" * 1000):
+            for pieces in ([body + junk], [body, junk, junk]):
+                reply = await answer_to(api.port, *pieces)
+                assert reply.count(b"HTTP/1.1 ") == 1 and reply.startswith(b"HTTP/1.1 200 OK")
+                assert reply.endswith(b"0\r\n\r\n" if stream else b"}") and b'"length"' in reply
+        refused = post({})[:-2].replace(b"Content-Length: 2", b"Content-Length: 0")
+        reply = await answer_to(api.port, refused + b'{"messages": 1}')
+        assert reply.count(b"HTTP/1.1 ") == 1 and reply.startswith(b"HTTP/1.1 400 ")
+    assert [record for record in caplog.records if record.name.startswith("server")] == []
+
+
+async def test_a_body_that_is_no_http(words: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever reads it is told, as if the client had left; the client is told what was wrong."""
+    async with serving(words) as api:
+        head = post({}).partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+        for pieces in ([head + b"5\r\n{    \r\nzzz\r\n"], [head, b"5\r\n{    \r\n", b"zzz\r\n"]):
+            reply = await answer_to(api.port, *pieces)
+            assert reply.count(b"HTTP/1.1 ") == 1 and reply.startswith(b"HTTP/1.1 400 ")
+            assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+    assert [record for record in caplog.records if record.name.startswith("server")] == []
+
+
+async def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(
+    words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
+    async with serving(words) as api:
+        refused = post({}).replace(b"Content-Length: 2\r\n\r\n{}", b"Content-Length: 100000000\r\n\r\n")
+        begin = time.monotonic()
+        reply = await answer_to(api.port, refused, *[b"x"] * 10, pause=0.05)
+        assert reply.startswith(b"HTTP/1.1 413 ") or reply == b""  # a byte too late resets the connection
+        assert time.monotonic() - begin < 3
+        twice = post({"pad": "x" * 100_000}).replace(b"application/json", b"text/plain")
+        last = get("/version").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        reply = await answer_to(api.port, twice[:5000], twice[5000:], twice, last)
+        assert [part[:3] for part in reply.split(b"HTTP/1.1 ")[1:]] == [b"415", b"415", b"200"]
+
+
 async def test_heads_without_end(words: Path) -> None:
     async with serving(words) as api:
         start = b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: "
