@@ -72,28 +72,6 @@ def test_everything_finishes_with_a_big_pools_texts(big: Served, small: Served, 
     assert sum(state["blocks"] for state in kv["states"].values()) == kv["pool"]["blocks"] == 24
 
 
-def test_what_can_never_fit_is_refused_at_once(small: Served) -> None:
-    """12 blocks hold 192 tokens: a prompt of 200, or 150 and 60 more, is a 400 with the numbers."""
-    for ids, tokens in ((list(range(200)), 1), (list(range(150)), 60)):
-        reply = small.http.post("/v1/completions", json=body(ids, tokens))
-        assert reply.status_code == 400
-        error = reply.json()["error"]
-        assert error["code"] == "context_length_exceeded"
-        assert "192" in error["message"] and str(len(ids)) in error["message"]
-
-
-def test_refusals_do_not_hold_up_the_queue(big: Served, small: Served) -> None:
-    """Small requests sent behind one that can never fit are served."""
-
-    async def mixed() -> list[int]:
-        async with small.async_http() as http:
-            bodies = [body(list(range(200))), *[body([5, i], 10) for i in range(8)]]
-            replies = await asyncio.gather(*(http.post("/v1/completions", json=one) for one in bodies))
-        return [reply.status_code for reply in replies]
-
-    assert asyncio.run(mixed()) == [400] + [200] * 8
-
-
 def test_one_that_fills_the_whole_pool(big: Served, small: Served) -> None:
     """192 tokens of K and V, to the last slot, and then again: the pool is as good as before."""
     assert small.preemptions() > 0, "nothing above was too much for the pool"
