@@ -18,7 +18,7 @@ PINS := pyproject.toml constraints.txt constraints-cpu.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help serve chat fetch test test-slow test-all lint format types imports check load cache-page fuzz clean
+.PHONY: help serve chat fetch test test-slow test-all lint format types imports check load cache-page fuzz soak clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -68,6 +68,9 @@ cache-page: $(VENV)/.ready-test ## measure the attention modes and write the tab
 
 fuzz: $(VENV)/.ready-test ## twenty thousand requests that nobody should send, to a tiny model
 	@$(BIN)/python -m loadtest.fuzz $(ARGS)
+
+soak: $(VENV)/.ready-test ## half an hour of a crowd, every answer compared with its solo run
+	@$(BIN)/python -m loadtest.soak --model $(MODEL) $(ARGS)
 
 clean: ## remove the virtual environment and what the tools left (fetched models stay)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
