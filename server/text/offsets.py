@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from server.text.tokenizer import Tokenizer
@@ -14,6 +15,8 @@ class TextOffsets:
         """`at` characters stand there already."""
         self._tokenizer = tokenizer
         self._written = at
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("ignore")
+        self._waiting = 0  # characters of byte tokens that are text only when their run ends
 
     def push(self, token: int, text: str) -> int:
         """The offset of `token`, whose push to the detokenizer gave `text`. That text may begin with what
@@ -21,7 +24,13 @@ class TextOffsets:
         before = self._written
         self._written += len(text)
         own = self._tokenizer.token_text(token)
-        return max(before, self._written - len(own.name)) if own.whole else before
+        if not text:
+            offset = before + self._waiting
+            self._waiting += len(self._utf8.decode(own.raw))
+            return offset
+        self._utf8.reset()
+        offset, self._waiting = before + self._waiting, 0
+        return max(before, self._written - len(own.name)) if own.whole else offset
 
 
 def prompt_offsets(ids: Sequence[int], tokenizer: Tokenizer, length: int) -> tuple[int, ...]:

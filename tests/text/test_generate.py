@@ -13,6 +13,7 @@ from server.text.ends import Ends
 from server.text.errors import GenerationError
 from server.text.generate import ChoiceDelta, Done, Generation, generate
 from server.text.prepare import Prepared
+from server.text.scores import Scores
 from server.text.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import byte_level, sentencepiece_file
 
@@ -20,9 +21,11 @@ LENGTH, STOP, ERROR, ABORT = FinishReason.LENGTH, FinishReason.STOP, FinishReaso
 
 
 class Script:
-    """A service that plays hand-overs: each a list of (choice, token, finish)."""
+    """A service that plays hand-overs: each a list of (choice, token, finish), or of whole events."""
 
-    def __init__(self, *hand_overs: Sequence[tuple[int, int | None, FinishReason | None]]) -> None:
+    def __init__(
+        self, *hand_overs: Sequence[tuple[int, int | None, FinishReason | None] | TokenEvent]
+    ) -> None:
         self._hand_overs = [list(events) for events in hand_overs]
         self._blocks = 0
         self.aborted: list[int | None] = []
@@ -39,7 +42,8 @@ class Script:
         await asyncio.sleep(0)
         if not self._hand_overs:
             raise StopAsyncIteration
-        return [self._event(*event) for event in self._hand_overs.pop(0)]
+        events = self._hand_overs.pop(0)
+        return [event if isinstance(event, TokenEvent) else self._event(*event) for event in events]
 
     async def aclose(self) -> None:
         self.closed = True
@@ -55,11 +59,18 @@ def prepared(
     prompts: int = 1,
     stops: Sequence[str] = (),
     min_tokens: int = 0,
+    include: bool = False,
+    shown_ids: Sequence[int] = (),
+    scores: Scores | None = None,
     echo: tuple[Echo, ...] = (),
     empty: bool = False,
 ) -> Prepared:
     ids = ((5, 6, 7),) * prompts
-    request = Request("r", "native", ids, n, 100, SamplingParams(), b"\0" * 32)
+    scores = scores or Scores()
+    request = Request(
+        "r", "native", ids, n, 100, SamplingParams(), b"\0" * 32,
+        logprobs=scores.output, prompt_logprobs=scores.of_prompt(bool(echo)),
+    )  # fmt: skip
     return Prepared(
         request_id="r",
         model="tiny",
@@ -68,7 +79,8 @@ def prepared(
         n=n,
         prompt_tokens=3 * prompts,
         request=None if empty else request,
-        ends=Ends(tuple(stops), min_tokens=min_tokens),
+        ends=Ends(tuple(stops), min_tokens=min_tokens, include=include, shown_ids=frozenset(shown_ids)),
+        scores=scores,
         echo=echo,
     )
 
@@ -172,6 +184,40 @@ async def test_a_stop_in_the_last_token_is_a_stop_and_aborts_nothing(tokenizer: 
     service = script(ids)
     deltas, _ = await play(service, prepared(stops=["b"]), tokenizer)
     assert text(deltas) == "a" and deltas[-1].finish_reason is STOP and service.aborted == []
+
+
+@pytest.mark.parametrize(
+    ("stops", "min_tokens", "want", "used"),
+    [
+        (["lan"], 0, "seven small lan", 15),
+        (["n sm"], 0, "seven sm", 8),
+        (["small lanterns", "even"], 0, "seven", 5),
+        (["e"], 3, "seve", 4),  # the first e comes too early
+        (["e"], 2, "se", 2),
+        (["never"], 0, "seven small lanterns", 20),
+    ],
+)
+async def test_stop_strings_that_belong_to_the_answer(
+    tokenizer: Tokenizer, stops: list[str], min_tokens: int, want: str, used: int
+) -> None:
+    """The text ends with the string, nothing is held back, and usage ends where it does without it."""
+    ids = [token for char in "seven small lanterns" for token in tokenizer.encode(char)]
+    asked = prepared(stops=stops, min_tokens=min_tokens, include=True)
+    deltas, done = await play(script(ids), asked, tokenizer)
+    assert [delta.text for delta in deltas] == list(want)
+    assert done.completion_tokens == used
+    assert deltas[-1].finish_reason is (LENGTH if stops == ["never"] else STOP)
+
+
+async def test_a_stop_id_that_belongs_to_the_answer(tokenizer: Tokenizer, sp: Tokenizer) -> None:
+    rain, hill = tokenizer.encode("rain"), tokenizer.encode("hill")
+    deltas, done = await play(script([*rain, hill[0]], STOP), prepared(shown_ids=[hill[0], 2]), tokenizer)
+    assert text(deltas) == "rain" + tokenizer.decode(hill[:1]) and done.completion_tokens == len(rain) + 1
+    deltas, _ = await play(script([*rain, 2], STOP), prepared(shown_ids=[2]), tokenizer)
+    assert text(deltas) == "rain"  # a special token has no text to show
+    llama = [byte + 3 for byte in "🦙".encode()]
+    deltas, _ = await play(script(llama, STOP), prepared(shown_ids=llama), sp)
+    assert text(deltas) == "🦙"
 
 
 async def test_a_half_stop_is_sent_at_the_end(tokenizer: Tokenizer) -> None:

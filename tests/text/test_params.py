@@ -32,6 +32,8 @@ def test_the_defaults_are_openais() -> None:
     assert (found.n, found.ends, found.cache_salt) == (1, Ends(ids=EOS), "")
     params = found.sampling
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert params.logit_bias == ()
     assert 0 <= params.seed < 2**64
     assert len({check().sampling.seed for _ in range(8)}) == 8  # drawn anew for each request
 
@@ -59,6 +61,12 @@ def test_a_priority_is_a_32_bit_integer(value: Any) -> None:
         ({"top_k": ROWS}, "top_k", 0),
         ({"top_k": 10**40}, "top_k", 0),
         ({"min_p": 1}, "min_p", 1.0),
+        ({"repetition_penalty": 0.01}, "repetition_penalty", 0.01),
+        ({"repetition_penalty": 10}, "repetition_penalty", 10.0),
+        ({"presence_penalty": -2}, "presence_penalty", -2.0),
+        ({"presence_penalty": 2}, "presence_penalty", 2.0),
+        ({"frequency_penalty": -2.0}, "frequency_penalty", -2.0),
+        ({"frequency_penalty": 1e-300}, "frequency_penalty", 1e-300),
         ({"seed": 7}, "seed", 7),
         ({"seed": -1}, "seed", 2**64 - 1),
         ({"seed": -(2**63)}, "seed", 2**63),
@@ -77,6 +85,44 @@ def test_what_is_within_the_limits(fields: dict[str, Any], name: str, want: floa
         *({"top_k": value} for value in (-2, 1.0, True, "5", -(10**5000))),
         *({"min_p": value} for value in (-0.1, 1.1, math.nan)),
         *({"seed": value} for value in (2**64, -(2**63) - 1, 1.5, "7", True, 10**5000)),
+        *({"repetition_penalty": value} for value in (0, -0.0, -1, 0.009, 10.1, 1e-300, math.nan, "1", True)),
+        *({"presence_penalty": value} for value in (-2.01, 2.01, math.nan, -math.inf, "1", False)),
+        *({"frequency_penalty": value} for value in (-2.01, 2.01, 1e400, [], {})),
+        *(
+            {"logit_bias": value}
+            for value in (
+                {str(ROWS): 5},
+                {"-1": 100},
+                {"abc": 1},
+                {"": 1},
+                {"+5": 1},
+                {" 5": 1},
+                {"5 ": 1},
+                {"05": 1},
+                {"5.0": 1},
+                {"1e1": 1},
+                {"1_0": 1},
+                {"\u0665": 1},  # an Arabic five
+                {"9" * 30: 1},
+                {"\ud800": 1},
+                {5: 1},
+                {"5": "x"},
+                {"5": None},
+                {"5": True},
+                {"5": [1]},
+                {"5": 100.5},
+                {"5": -101},
+                {"5": 1e9},
+                {"5": math.nan},
+                {"5": math.inf},
+                {"5": 10**400},
+                {str(i): 1 for i in range(1025)},
+                [[5, 1]],
+                "5",
+                7,
+            )
+        ),
+        *({"include_stop_str_in_output": value} for value in (1, "true", 0.0)),
         *({"n": value} for value in (0, -1, 129, 10**6, 1.0, True)),
         *({"min_tokens": value} for value in (-1, 1.5, True)),
         *({"ignore_eos": value} for value in (1, "true")),
@@ -111,6 +157,20 @@ def test_a_refusal_names_limit_and_value() -> None:
         check(top_p="x" * 5000)
 
 
+def test_biases() -> None:
+    assert check(logit_bias={}).sampling.logit_bias == ()
+    found = check(logit_bias={"7": -100, str(ROWS - 1): 100, "0": 0.5, "9": 0}).sampling
+    assert found.logit_bias == ((0, 0.5), (7, -100.0), (ROWS - 1, 100.0))
+    assert len(check(logit_bias={str(i): 1 for i in range(1024)}).sampling.logit_bias) == 1024
+
+
+def test_a_refused_bias_names_the_id_and_the_limit() -> None:
+    with pytest.raises(RequestError, match=r"^logit_bias: each key .* from 0 to 49151, got '49152'\.$"):
+        check(logit_bias={"49152": 5})
+    with pytest.raises(RequestError, match=r"^logit_bias\[5\]: must be .* from -100 to 100, got null"):
+        check(logit_bias={"5": None})
+
+
 def test_choices_are_limited_over_all_prompts() -> None:
     assert check(prompts=64, n=2).n == 2
     with pytest.raises(RequestError, match=r"65 prompts times n=2 make 130 choices; the limit is 128"):
@@ -126,6 +186,15 @@ def test_stops() -> None:
     assert check(stop_token_ids=[ROWS - 1], ignore_eos=True).ends.ids == {ROWS - 1}
     assert check(ignore_eos=True).ends.ids == frozenset()
     assert check(ignore_eos=False).ends.ids == EOS
+
+
+def test_what_is_shown_of_a_stop() -> None:
+    """The client's own ids are, if he says so; the checkpoint's end marks never."""
+    assert check(stop_token_ids=[5]).ends.shown_ids == frozenset()
+    found = check(stop_token_ids=[5, 2], stop="x", include_stop_str_in_output=True).ends
+    assert (found.include, found.shown_ids, found.ids) == (True, {5}, {0, 2, 5})
+    found = check(stop_token_ids=[5, 2], ignore_eos=True, include_stop_str_in_output=True).ends
+    assert (found.shown_ids, found.ids) == ({5}, {2, 5})
 
 
 def test_some_token_must_be_left_to_begin_with() -> None:
@@ -158,13 +227,19 @@ def test_the_checkpoints_recommendation_holds_where_the_client_says_nothing(tmp_
     assert (quiet.temperature, quiet.top_p, quiet.top_k) == (0.2, 0.9, 50)
     said = check(defaults=found, temperature=1, top_p=1, top_k=-1).sampling
     assert (said.temperature, said.top_p, said.top_k) == (1.0, 1.0, 0)
-    path.write_text('{"do_sample": false, "temperature": 0.7}')
-    assert sampling_defaults(tmp_path).temperature == 0.0
+    path.write_text('{"do_sample": false, "temperature": 0.7, "repetition_penalty": 1.3}')
+    assert sampling_defaults(tmp_path) == SamplingDefaults(temperature=0.0, repetition_penalty=1.3)
+    repeats = sampling_defaults(tmp_path)
+    assert check(defaults=repeats).sampling.repetition_penalty == 1.3
+    assert check(defaults=repeats, repetition_penalty=1).sampling.repetition_penalty == 1.0
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("temperature", -1), ("temperature", "hot"), ("top_p", 2), ("top_k", 1.5), ("min_p", True)],
+    [
+        *(("temperature", -1), ("temperature", "hot"), ("top_p", 2), ("top_k", 1.5), ("min_p", True)),
+        *(("repetition_penalty", 0), ("repetition_penalty", "1"), ("repetition_penalty", 11)),
+    ],
 )
 def test_a_recommendation_out_of_range_is_a_start_up_error(tmp_path: Path, key: str, value: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))

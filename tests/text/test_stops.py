@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from server.text.stops import StopMatcher
 
 
-def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None, int]:
+def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[list[str], str | None, int]:
     """The emitted pieces, the stop that was hit, and after how many pieces."""
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(stops, include=include)
     emitted = []
     for count, piece in enumerate(pieces, 1):
         result = matcher.push(piece)
@@ -65,6 +65,20 @@ def test_any_cut_gives_the_same_text(stops: list[str], pieces: list[str]) -> Non
     assert ("".join(emitted), stop) == whole(stops, text)
     if stop is not None:  # the hit came with the piece that completed it
         assert whole(stops, "".join(pieces[: count - 1]))[1] is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.text(alphabet="ab", max_size=4), max_size=10),
+)
+@example(["aba", "b"], ["ab", "ab"])
+def test_a_stop_that_belongs_to_the_answer(stops: list[str], pieces: list[str]) -> None:
+    """The text ends with it, the same place ends it, and nothing waits: each piece passes as it came."""
+    emitted, stop, count = run(stops, pieces, include=True)
+    before, right = whole(stops, "".join(pieces))
+    assert ("".join(emitted), stop) == (before + (right or ""), right)
+    assert emitted[: count - 1] == pieces[: count - 1]
 
 
 @settings(max_examples=200, deadline=None)
