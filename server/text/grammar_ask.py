@@ -146,7 +146,7 @@ def _check_schema(param: str, schema: Mapping[str, Any]) -> None:
     stack: list[tuple[Any, int, bool]] = [(schema, 1, True)]  # value, depth, whether it is a schema
     while stack:
         value, depth, is_schema = stack.pop()
-        if depth > MAX_DEPTH:
+        if depth > MAX_DEPTH and isinstance(value, Mapping | list):
             raise RequestError(f"{param}: nested more than {MAX_DEPTH} deep.", param, INVALID)
         if isinstance(value, Mapping):
             for name, entry in value.items():

@@ -15,6 +15,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 MAX_AT_LEAST = 100_000
 """How often anything may have to be repeated: more than that, no answer here could hold."""
+MAX_STATES = 50_000
+"""Of a lexer, of 1 KiB or more each; all answers within the same grammar share them."""
 MAX_REASON = 500
 """Characters of the library's words that a client gets to see."""
 
@@ -123,7 +125,7 @@ def _limits() -> LLParserLimits:
         initial_lexer_fuel=1_000_000,  # about 20 ms
         step_lexer_fuel=100_000,  # about 7 ms
         step_max_items=20_000,  # about 1 ms
-        max_lexer_states=50_000,  # 1 to 2 KiB each
+        max_lexer_states=MAX_STATES,
         max_grammar_size=200_000,
         verbose_errors=False,
     )

@@ -73,15 +73,19 @@ class GrammarMatcher:
     def _follow(self) -> None:
         """Asks what may come next. Copies share the states that the library's lexer has made; where these are
         full, there may still be room for this answer's alone."""
-        if not self._inner.is_error():
-            self._inner.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if self._inner.is_error() and is_full(self._inner):
-            self._inner, self._generation = self._compiled.renewed(self._generation)
-            self._inner.consume_tokens(self._taken)
-            self._inner.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._look()
+        for _ in range(2):  # the next generation may be full by now, another is this answer's
+            if is_full(self._inner):
+                self._inner, self._generation = self._compiled.renewed(self._generation)
+                self._inner.consume_tokens(self._taken)
+                self._look()
         if self._inner.is_error():
             raise GrammarStuck(f"the grammar could not be followed: {reason(self._inner)}")
         self._settle()
+
+    def _look(self) -> None:
+        if not self._inner.is_error():
+            self._inner.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
 
     def _settle(self) -> None:
         """Puts the library's end mark in the request's terms."""

@@ -65,8 +65,7 @@ class GrammarProcess:
         async with self._lock:
             try:
                 async with asyncio.timeout(self._limits.wall_seconds):
-                    process = await self._started()
-                    answer = await _exchange(process, {"kind": kind, "source": source})
+                    answer = await self._ask({"kind": kind, "source": source})
             except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
                 await self._end()
                 _LOG.warning("the grammar worker was ended: it gave no answer")
@@ -82,6 +81,15 @@ class GrammarProcess:
         """Ends the worker and waits for its end."""
         async with self._lock:
             await self._end()
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """One message there and back; a worker that somebody has killed is replaced once."""
+        process = await self._started()
+        try:
+            return await _exchange(process, message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self._end()
+        return await _exchange(await self._started(), message)
 
     async def _started(self) -> Process:
         loop = asyncio.get_running_loop()
