@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -133,6 +133,8 @@ class EngineService:
     @property
     def queued(self) -> int:
         """Requests that wait: none of their choices has run yet."""
+        if self._dead is not None:
+            return 0
         snapshot = self._snapshot
         return snapshot.stats.waiting_requests + self._submitted - snapshot.accepted
 
@@ -204,17 +206,20 @@ class EngineService:
             while engine.dead is None and self._take_commands():
                 if engine.has_work:
                     events = engine.step()
-                    self._dead = engine.dead  # known before anybody is told
+                    self._dead = _told(engine.dead)  # known before anybody is told
                     self._snapshot = self._look(self._snapshot.accepted)
                     if events:
                         self._post(self._deliver, events)
         except BaseException as error:  # nothing may end this thread unnoticed
             logger.critical("the engine's thread ends", exc_info=True)
-            self._dead = f"{type(error).__name__}: {error}"
+            self._dead = _told(f"{type(error).__name__}: {error}")
         finally:
             self._gone = self._dead or "it was shut down"
             refuse_asks(self._inbox, self._gone)
             if self._dead is not None:
+                # Nothing runs or waits any more, wherever the last step was broken off.
+                idle = replace(self._snapshot.stats, running=0, waiting=0, waiting_requests=0)
+                self._snapshot = replace(self._snapshot, stats=idle)
                 self._post(self._fail_everything)
 
     def _look(self, accepted: int) -> _Snapshot:
@@ -254,3 +259,9 @@ class EngineService:
         except RuntimeError:  # the loop is closed: nobody is left to tell
             if not self._loop.is_closed():
                 raise
+
+
+def _told(reason: str | None) -> str | None:
+    """What clients may know of a death: the kind of error. Its words may hold paths and more; the log has
+    them."""
+    return None if reason is None else f"{reason.partition(':')[0]}, see the server's log"

@@ -266,7 +266,7 @@ async def test_a_dead_engine_tells_everybody_at_once(
         assert events[-1].finish is FinishReason.ERROR and events[-1].error
     assert service.health().status is Status.DEAD
     assert told == [Status.DEAD]  # known before anybody heard of it
-    assert not service.health().ok and "on purpose" in service.health().detail
+    assert not service.health().ok and "RuntimeError, see the server" in service.health().detail
     for call in (lambda: service.submit(long_request()), service.report, lambda: service.blocks(0, 1)):
         with pytest.raises(EngineDead):
             await asyncio.wait_for(call(), 1)
