@@ -19,7 +19,7 @@ from server.api.logprobs import prompt_logprobs, scored
 from server.api.shapes import Shape, Tokens
 from server.api.state import ApiState
 from server.api.stream import KEEP_ALIVE, EventStream, end, until_gone
-from server.engine.errors import EngineError, QueueFull
+from server.engine.errors import EngineError, QueueFull, ReadTooSlowly
 from server.engine.request import FinishReason
 from server.text.errors import RequestError
 from server.text.generate import ChoiceDelta, Done, Generation, generate
@@ -200,6 +200,8 @@ def outcome_of(error: BaseException) -> str:
     match error:
         case QueueFull():
             return "queue_full"
+        case ReadTooSlowly():
+            return "client_gone"
         case EngineError():
             return "unavailable"
         case RequestError() | ApiError() if error.status < 500:

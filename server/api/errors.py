@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from cache.errors import CacheError
-from server.engine.errors import Draining, EngineDead, EngineError, QueueFull
+from server.engine.errors import Draining, EngineDead, EngineError, QueueFull, ReadTooSlowly
 from server.text.errors import GenerationError, RequestError
 
 _TYPES = {429: "rate_limit_error", **dict.fromkeys((500, 503, 504), "server_error")}
@@ -73,6 +73,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(429, _sentence(error), code="queue_full", headers=retry)
         case Draining():
             return shutting_down()
+        case ReadTooSlowly():
+            return ApiError(408, _sentence(error), code="read_too_slowly")
         case EngineDead():
             return ApiError(503, _sentence(error), code="engine_dead")
         case EngineError():

@@ -35,5 +35,12 @@ class EngineDead(EngineError):
         self.reason = reason
 
 
+class ReadTooSlowly(EngineError):
+    """Too much of an answer waits to be read; it was ended so that it cannot fill the memory."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the answer was read too slowly: {limit} of its tokens and scores were waiting")
+
+
 class ConfigError(ValueError):
     """A start-up setting that cannot work: one line that names it, its value and what to turn."""

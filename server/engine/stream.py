@@ -6,14 +6,19 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
+from server.engine.errors import ReadTooSlowly
 from server.engine.request import TokenEvent
+
+MAX_UNREAD = 2**17
+"""Tokens, and likely tokens told beside them, that may wait for one reader: at most 40 MB."""
 
 
 class TokenStream:
     """The events of one request: `async for events in stream`, one non-empty list per hand-over.
 
-    It ends after every choice has had an event with a `finish`. A slow consumer gets longer lists; what waits
-    for it is bounded by the request's max_tokens. Leaving early (`aclose()`, the end of `async with`, a
+    It ends after every choice has had an event with a `finish`. A slow consumer gets longer lists; for one that
+    lets more than MAX_UNREAD wait the request is aborted, and ReadTooSlowly raised after what had come.
+    Leaving early (`aclose()`, the end of `async with`, a
     cancelled `async for`, or dropping the last reference) aborts what still runs. One consumer at a time.
     """
 
@@ -22,7 +27,9 @@ class TokenStream:
         self._unfinished = choices
         self._on_leave = on_leave
         self._left = False
+        self._overrun = False
         self._buffer: list[TokenEvent] = []
+        self._unread = 0  # what the buffer holds, as MAX_UNREAD counts
         self._waiter: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> TokenStream:
@@ -30,6 +37,9 @@ class TokenStream:
 
     async def __anext__(self) -> list[TokenEvent]:
         while not self._buffer:
+            if self._overrun:
+                self._overrun = False
+                raise ReadTooSlowly(MAX_UNREAD)
             if self._left or self._unfinished <= 0:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -40,12 +50,13 @@ class TokenStream:
                 raise
             finally:
                 self._waiter = None
-        events, self._buffer = self._buffer, []
+        events, self._buffer, self._unread = self._buffer, [], 0
         return events
 
     async def aclose(self) -> None:
         """Abort what still runs; does nothing after the end, and may be called twice."""
         self._buffer = []
+        self._overrun = False
         self._leave()
         self._wake()
 
@@ -63,9 +74,14 @@ class TokenStream:
     def push(self, events: list[TokenEvent]) -> None:
         """Called by the service, on the loop's thread."""
         self._unfinished -= sum(event.finish is not None for event in events)
-        if not self._left:
-            self._buffer.extend(events)
-            self._wake()
+        if self._left:
+            return
+        self._buffer.extend(events)
+        self._unread += sum(map(_weight, events))
+        if self._unread > MAX_UNREAD and self._unfinished > 0:
+            self._overrun = True
+            self._leave()
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -76,3 +92,8 @@ class TokenStream:
             self._left = True
             self._on_leave()
         self._left = True
+
+
+def _weight(event: TokenEvent) -> int:
+    """Scores of a prompt are not counted: they come once, and the prompt bounds them."""
+    return 1 if event.score is None else 1 + len(event.score.top)

@@ -90,6 +90,31 @@ async def test_a_client_that_reads_nothing(words: Path) -> None:
         client.close()
 
 
+async def test_a_client_that_falls_too_far_behind(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for it is bounded: its request ends, and once it reads it is told. Others do not notice."""
+    monkeypatch.setattr("server.engine.stream.MAX_UNREAD", 20_000)
+    service = FakeService()
+    async with serving(words, service) as api:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", api.port))
+        data = json.dumps(asked(C, max_tokens=4000, n=128, stream=True)).encode()
+        client.sendall(post_head(C, len(data)) + data)
+        await until_running(api)
+        assert (await api.http.post(C, json=asked(C))).status_code == 200
+        await api.idle(8.0)
+        assert (service.requests[0].id, None) in service.aborted
+        client.setblocking(False)
+        told = b""
+        while part := await asyncio.get_running_loop().sock_recv(client, 2**20):
+            told = (told + part)[-5000:]
+            if told.endswith(b"0\r\n\r\n"):
+                break
+        client.close()
+        assert b'"code":"read_too_slowly"' in told and b"data: [DONE]" in told
+        assert 'outcome="client_gone"} 1.0' in (await api.http.get("/metrics")).text
+
+
 async def test_failure_in_mid_stream(words: Path) -> None:
     service = FakeService(fail_at=3, pace=0.01)
     async with serving(words, service) as api:
