@@ -75,6 +75,16 @@ class Reference:
         return output
 
     @torch.inference_mode()
+    def generate(self, ids: Sequence[int], tokens: int, **settings: Any) -> list[int]:
+        """transformers' own greedy `generate` with these settings: `tokens` ids, as no eos ends it."""
+        text = torch.tensor([list(ids)])
+        out = self.model.generate(
+            text, attention_mask=torch.ones_like(text), do_sample=False, max_new_tokens=tokens,
+            eos_token_id=None, pad_token_id=0, **settings,
+        )  # fmt: skip
+        return [int(token) for token in out[0, len(ids) :]]
+
+    @torch.inference_mode()
     def greedy_along(self, ids: Sequence[int], answer: Sequence[int]) -> list[int]:
         """The greedy id after `ids + answer[:i]`, for each `i` below `len(answer)`, in one forward pass.
 
