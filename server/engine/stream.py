@@ -16,10 +16,10 @@ MAX_UNREAD = 2**17
 class TokenStream:
     """The events of one request: `async for events in stream`, one non-empty list per hand-over.
 
-    It ends after every choice has had an event with a `finish`. A slow consumer gets longer lists; for one that
-    lets more than MAX_UNREAD wait the request is aborted, and ReadTooSlowly raised after what had come.
-    Leaving early (`aclose()`, the end of `async with`, a
-    cancelled `async for`, or dropping the last reference) aborts what still runs. One consumer at a time.
+    It ends after every choice has had an event with a `finish`. A slow consumer gets longer lists; one that
+    lets more than MAX_UNREAD wait has its request aborted, and gets ReadTooSlowly after what had come. Leaving
+    early (`aclose()`, the end of `async with`, a cancelled `async for`, or dropping the last reference) aborts
+    what still runs. One consumer at a time.
     """
 
     def __init__(self, choices: int, on_leave: Callable[[], None]) -> None:

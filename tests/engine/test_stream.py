@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,13 @@ from tests.support.driving import fp32_engine, greedy_request
 from tests.support.engines import prompt_of
 
 
-def event(
-    number: int, index: int = 0, finish: FinishReason | None = None, top: int | None = None
-) -> TokenEvent:
+def event(number: int, finish: FinishReason | None = None, top: int | None = None) -> TokenEvent:
     score = None if top is None else TokenScore(-1.0, ((0, -1.0),) * top)
-    return TokenEvent("r", index, number, finish, NOTHING_HELD, score=score)
+    return TokenEvent("r", 0, number, finish, NOTHING_HELD, score=score)
 
 
 async def test_what_waits_is_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten may wait; the eleventh ends the request. What had come is given first, then the reason, then no more."""
+    """Ten may wait; the eleventh ends the request. What had come is given, then the reason, then no more."""
     monkeypatch.setattr(streams, "MAX_UNREAD", 10)
     aborted: list[str] = []
     stream = TokenStream(1, lambda: aborted.append("r"))
@@ -72,8 +69,6 @@ async def test_the_engine_goes_on_for_others(small: Path, monkeypatch: pytest.Mo
         read = await service.submit(greedy_request(prompt_of(11), 200))
         tokens = [e.token async for events in read for e in events]
         assert len(tokens) == 200
-        while service.health().running:
-            await asyncio.sleep(0.005)
         assert service.stats().finished_abort == 1
         assert (await service.report(check=True)).states.live.blocks == 0
         assert 50 < len(await anext(unread)) <= 52
