@@ -10,6 +10,7 @@ from typing import Any
 
 from model.heads import Variant
 from server.engine.build import build_engine
+from server.engine.constraint import MatcherSource
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
 from server.engine.options import EngineOptions
@@ -49,13 +50,16 @@ def fp32_engine(
     folder: Path,
     variants: Sequence[Variant] = (),
     calibration: CalibrationSource | None = None,
+    matchers: MatcherSource | None = None,
     **options: Any,
 ) -> tuple[Engine, EngineFacts]:
     """An engine on the CPU in fp32 with a 64 MiB pool, unless `options` say otherwise."""
     settings = {"device": "cpu", "dtype": "float32"} | options
     if "kv_fraction" not in settings:
         settings.setdefault("kv_memory", 64 << 20)
-    return build_engine(EngineOptions(**settings), folder, calibration=calibration, variants=variants)
+    return build_engine(
+        EngineOptions(**settings), folder, calibration=calibration, variants=variants, matchers=matchers
+    )
 
 
 def greedy_request(

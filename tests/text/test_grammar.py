@@ -182,11 +182,12 @@ async def test_a_killed_worker_is_replaced(grammars: Grammars) -> None:
     os.kill(grammars.worker_pid, signal.SIGKILL)
     assert await hold(grammars, regex="b")
     killed = grammars.worker_pid
-    slow = asyncio.create_task(hold(grammars, regex="(a|b)*a(a|b){450}"))
-    while not grammars.compilations == 3:
-        await asyncio.sleep(0)
-    os.kill(killed, signal.SIGKILL)  # while it compiles, or before
-    assert await slow
+    assert killed is not None
+    os.kill(killed, signal.SIGSTOP)  # so that it has the message, and no answer yet
+    waiting = asyncio.create_task(hold(grammars, regex="c"))
+    await asyncio.sleep(0.1)
+    os.kill(killed, signal.SIGKILL)
+    assert await waiting
     assert grammars.worker_pid != killed
 
 
