@@ -7,50 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from model import sampler
-from model.adjust import Adjustments, adjust
-from model.sampler import SamplingBatch, make_sampling, sample
+from tests.support.sampling import WAYS, draw, go, slow
 
-CPU = torch.device("cpu")
 VOCAB = 1000
-
-
-def batch_of(rows: list[dict[str, Any]]) -> SamplingBatch:
-    def column(name: str, default: float) -> Any:
-        return np.array([row.get(name, default) for row in rows], dtype=np.float64)
-
-    return make_sampling(
-        column("temperature", 1.0),
-        column("top_p", 1.0),
-        column("top_k", 0).astype(np.int64),
-        column("min_p", 0.0),
-        column("u", 0.5),
-        CPU,
-    )
-
-
-def draw(
-    logits: Tensor, rows: list[dict[str, Any]], banned: list[tuple[int, int]] | None = None
-) -> list[int]:
-    logits = logits.clone()
-    if banned:
-        pairs = torch.tensor(banned, dtype=torch.int64)
-        adjust(logits, Adjustments(banned=(pairs[:, 0], pairs[:, 1])))
-    return sample(logits, batch_of(rows)).tolist()
-
-
-def slow(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
-    """The definition, one row, in numpy."""
-    row = logits.numpy()
-    order = np.lexsort((np.arange(len(row)), -row))
-    weight = np.exp((row[order] - row.max()) / np.float32(temperature)).astype(np.float64)
-    weight = weight[: top_k or len(weight)]
-    before = np.concatenate([[0.0], np.cumsum(weight)[:-1]])
-    weight = weight[np.maximum(before < top_p * weight.sum(), before == 0.0) & (weight >= np.float32(min_p))]
-    return int(order[np.searchsorted(np.cumsum(weight), u * weight.sum(), side="right")])
-
 
 SETTINGS = [
     {},
@@ -71,29 +31,15 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("widths", [sampler.WIDTHS, (8, 64), (VOCAB,)], ids=["default", "narrow", "sort"])
-def test_equals_the_definition(widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "WIDTHS", widths)
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_the_definition(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(monkeypatch, way)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(len(SETTINGS) * 20, VOCAB, generator=generator) * 2
     logits[::3] = logits[::3].round()  # many exact ties
     us = torch.rand(len(logits), generator=generator, dtype=torch.float64).tolist()
     rows = [{**SETTINGS[i % len(SETTINGS)], "u": us[i]} for i in range(len(logits))]
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    expected = [slow(logits[i], **(defaults | row)) for i, row in enumerate(rows)]
-    assert draw(logits, rows) == expected
-
-
-def test_narrow_and_full_paths_agree_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the whole range of u, ends included, with ties across the edge of the narrow path."""
-    logits = (torch.randn(1, 400, generator=torch.Generator().manual_seed(2)) * 3).round()
-    us = [*np.linspace(0, 1, 400, endpoint=False), np.nextafter(1.0, 0.0)]
-    rows = [{"u": u, "top_k": k} for u in us for k in (0, 7, 8, 9)]
-    answers = []
-    for widths in ((8, 32), (400,)):
-        monkeypatch.setattr(sampler, "WIDTHS", widths)
-        answers.append(draw(logits.expand(len(rows), -1), rows))
-    assert answers[0] == answers[1]
+    assert draw(logits, rows) == [slow(logits[i], row) for i, row in enumerate(rows)]
 
 
 def test_filters_keep_what_transformers_keeps() -> None:

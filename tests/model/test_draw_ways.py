@@ -1,0 +1,181 @@
+"""The two ways to find a token: both are the definition, to the last unit, whatever the logits look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model.draw_narrow import GROUP, GROUPS, WIDTH, draw_narrow
+from model.draw_rows import key_tokens, order_keys
+from model.draw_wide import draw_wide
+from tests.support.sampling import WAYS, Row, cuts, draw, go, rows_of, slow
+
+BIG = GROUP * GROUPS * 2 + 37  # wide enough to look at columns, and they do not divide it
+VOCABULARIES = [1, 2, 3, 7, WIDTH - 1, WIDTH, WIDTH + 1, 1000, GROUP * GROUPS + GROUP - 1, BIG]
+
+
+def logits_of(kind: str, count: int, vocab: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, vocab, generator=generator)
+    chosen = torch.rand(count, vocab, generator=generator)
+    some = chosen == chosen.amax(-1, keepdim=True)  # one of each row
+    match kind:
+        case "like a model's":
+            return noise * 3
+        case "tied":
+            return (noise * 2).round()
+        case "peaked":
+            return noise.masked_fill(some, 12.0)
+        case "nearly flat":
+            return noise * 1e-3
+        case "flat":
+            return torch.full_like(noise, -0.7)
+        case "all but a handful masked":
+            return (noise * 2).masked_fill((chosen < 1 - 5 / vocab) & ~some, -torch.inf)
+        case "all but one masked":
+            return noise.masked_fill(~some, -torch.inf)
+        case "half masked, the rest tied":
+            return noise.round().masked_fill((chosen < 0.5) & ~some, -torch.inf)
+        case "far apart":
+            return noise * 1e30
+    raise ValueError(kind)
+
+
+KINDS = [
+    "like a model's",
+    "tied",
+    "peaked",
+    "nearly flat",
+    "flat",
+    "all but a handful masked",
+    "all but one masked",
+    "half masked, the rest tied",
+    "far apart",
+]
+
+
+def mixed_rows(count: int, vocab: int, seed: int) -> list[Row]:
+    rng = np.random.default_rng(seed)
+    near = [WIDTH - 1, WIDTH, WIDTH + 1, GROUPS * GROUP, vocab - 1, vocab, vocab + 1]
+    choices: dict[str, list[Any]] = {
+        "temperature": [0.0, 1e-4, 0.1, 0.8, 1.0, 1.5, 2.0],
+        "top_k": [0, 0, 0, 1, 2, 50, *(k for k in near if k > 0), 10**9],
+        "top_p": [1.0, 1.0, 0.999, 0.95, 0.5, 1e-10],
+        "min_p": [0.0, 0.0, 0.0, 1e-6, 0.05, 0.9, 1.0],
+    }
+    return [
+        {name: values[rng.integers(len(values))] for name, values in choices.items()} | {"u": rng.random()}
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_any_mix_of_parameters_draws_what_the_definition_draws(kind: str, vocab: int) -> None:
+    logits = logits_of(kind, 40, vocab, seed=vocab)
+    rows = mixed_rows(40, vocab, seed=vocab)
+    assert draw(logits, rows) == [slow(logits[i], row) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_narrow_way_is_sure_of_is_what_the_wide_way_finds(kind: str) -> None:
+    logits = logits_of(kind, 300, BIG, seed=1)
+    rows = rows_of(
+        logits, [row | {"temperature": row["temperature"] or 0.5} for row in mixed_rows(300, BIG, 2)]
+    )
+    found, sure = draw_narrow(rows, needs_total=True)
+    wide = draw_wide(rows)
+    assert found[sure].tolist() == wide[sure].tolist()
+    assert sure.any() or kind in ("flat", "nearly flat")
+
+
+def test_the_ways_agree_where_one_draw_becomes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each boundary between two tokens, and a step of `u` to either side of it: the last bit decides."""
+    logits = logits_of("tied", 1, 300, seed=3)
+    steps = [u + step for u in cuts(logits[0], 0.7) for step in (-(2.0**-53), 0.0, 2.0**-53)]
+    ends = [0.0, float(np.nextafter(1.0, 0.0))]
+    rows: list[Row] = [
+        {"u": u, "temperature": 0.7, "top_k": k, "top_p": p}
+        for u in [*steps, *ends]
+        if 0 <= u < 1
+        for k, p in [(0, 1.0), (0, 0.9), (7, 1.0), (8, 0.6), (9, 1.0)]
+    ]
+    answers = {}
+    for way in WAYS:
+        go(monkeypatch, way)
+        answers[way] = draw(logits.expand(len(rows), -1), rows)
+    assert len(set(answers["default"])) > 100
+    for way, answer in answers.items():
+        assert answer == answers["default"], way
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_is_drawn_alone_as_in_a_crowd(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(monkeypatch, way)
+    logits = logits_of("tied", 60, 700, seed=4)
+    rows = mixed_rows(60, 700, seed=5)
+    assert draw(logits, rows) == [draw(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "at_least"),
+    [
+        ("like a model's", {"temperature": 0.3, "top_p": 0.95}, 0.9),
+        ("like a model's", {"temperature": 2.0, "top_k": 50, "top_p": 0.9}, 1.0),
+        ("like a model's", {"temperature": 1.0, "min_p": 0.05}, 1.0),
+        ("peaked", {"temperature": 0.8, "top_p": 0.95}, 0.95),
+        ("all but a handful masked", {"temperature": 1.5, "top_p": 0.95}, 0.99),
+        ("all but a handful masked", {"temperature": 1.5}, 0.99),
+        ("all but one masked", {"temperature": 1.0}, 1.0),
+    ],
+)
+def test_the_best_few_decide_the_usual_rows(kind: str, setting: Row, at_least: float) -> None:
+    """Else the answer is right and slow."""
+    logits = logits_of(kind, 200, BIG, seed=6)
+    us = np.random.default_rng(7).random(200) * 0.999  # next to 1 is for the wide way
+    _, sure = draw_narrow(rows_of(logits, [setting | {"u": u} for u in us]), needs_total=True)
+    assert sure.double().mean() >= at_least
+
+
+def test_a_broken_row_hurts_no_other_in_the_wide_way() -> None:
+    logits = logits_of("nearly flat", 6, BIG, seed=8)
+    rows: list[Row] = [{"u": u} for u in (0.1, 0.5, 0.9)] * 2
+    healthy = draw(logits, rows)
+    assert not draw_narrow(rows_of(logits, rows), needs_total=True)[1].any()
+    broken = logits.clone()
+    broken[1, 5], broken[2, BIG - 1], broken[3] = torch.nan, torch.inf, -torch.inf
+    assert draw(broken, rows) == [healthy[0], -1, -1, -1, *healthy[4:]]
+
+
+def test_greedy_rows_among_drawn_ones_take_the_first_of_the_largest() -> None:
+    logits = logits_of("tied", 30, BIG, seed=9)
+    logits[3] = 0.0  # more ties than are sorted
+    rows: list[Row] = [{"temperature": 0.0 if i % 3 == 0 else 1.0} for i in range(30)]
+    drawn = draw(logits, rows)
+    assert drawn[::3] == logits.argmax(-1)[::3].tolist()
+    assert drawn[3] == 0
+
+
+def test_keys_order_floats_and_then_ids() -> None:
+    special = [0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, -torch.inf, 1.0, 1.0, -1.0, -1.0, -2.0]
+    value = torch.cat([torch.tensor(special), torch.randn(500, generator=torch.Generator().manual_seed(10))])
+    value = torch.cat([value, value])  # all of it twice
+    token = torch.arange(len(value), dtype=torch.int64)
+    keys = order_keys(value, token)
+    assert key_tokens(keys).tolist() == token.tolist()
+    ordered = key_tokens(keys.sort(descending=True).values).tolist()
+    assert ordered == np.lexsort((token.numpy(), -value.numpy())).tolist()
+
+
+def test_weights_are_the_exponentials_and_fill_no_more_than_62_bits() -> None:
+    logits = logits_of("like a model's", 4, BIG, seed=11)
+    rows = rows_of(logits, [{"temperature": t} for t in (0.3, 0.8, 1.0, 2.0)])
+    units = rows.units(rows.depth(logits).exp_())
+    exact = torch.exp((logits.double() - rows.peak.double()) / rows.temperature.double())
+    assert torch.allclose(units.double() / rows.unit, exact, rtol=1e-5, atol=1 / rows.unit)
+    heaviest = rows_of(torch.zeros(1, BIG), [{}]).units(torch.ones(1, BIG)).sum()
+    assert 2**61 < heaviest < 2**62
