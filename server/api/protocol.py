@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -39,15 +40,21 @@ class BoundedHttp(HttpToolsProtocol):
     _answering: RequestResponseCycle | None = None  # the request that runs; others wait in `pipeline`
     _waiting_bytes = 0
     _refused = False
+    _quiet_since = 0.0  # the loop's time when it connected, or its last answer ended
+    lost: Callable[[], None] = staticmethod(lambda: None)  # who counts connections sets it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connects: the clock of its first head starts; 503 where there are too many."""
+        """A client connects: the clock of its first head starts."""
         super().connection_made(transport)
+        self._quiet_since = self.loop.time()
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
-        limit = self.limit_concurrency
-        if limit is not None and len(self.connections) >= limit:
-            message = "Too many connections are open; try again soon."
-            self._refuse(ApiError(503, message, code="too_many_connections"))
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when (the loop's time) no whole head has come and no answer runs; None if one does."""
+        if self._answering is not None and not self._answering.response_complete:
+            return None
+        return self._quiet_since or None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, and with it the clock; the request that runs is told."""
@@ -56,6 +63,7 @@ class BoundedHttp(HttpToolsProtocol):
             _disconnect(self._answering)
         self.pipeline.clear()
         super().connection_lost(exc)
+        self.lost()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a head are counted and timed, those of a body passed on."""
@@ -107,6 +115,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """An answer has gone out. What it did not read of a body is thrown away, but not for ever."""
         answered = self._answering
+        self._quiet_since = self.loop.time()
         super().on_response_complete()
         if answered is not None and answered.more_body and not self.transport.is_closing():
             self._stop_timer()
@@ -136,16 +145,7 @@ class BoundedHttp(HttpToolsProtocol):
             if running.response_started:
                 self.transport.close()
                 return
-        body = json.dumps(error.body(), separators=(",", ":")).encode()
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
-            "x-request-id": own_id(),
-        }
-        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in {**headers, **error.headers}.items()]
-        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.write(raw_answer(error))
         self.transport.write_eof()
         self._head_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
@@ -159,6 +159,20 @@ class BoundedHttp(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+def raw_answer(error: ApiError) -> bytes:
+    """The whole answer of an error that no application gives; the connection ends with it."""
+    body = json.dumps(error.body(), separators=(",", ":")).encode()
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        "x-request-id": own_id(),
+    }
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in {**headers, **error.headers}.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

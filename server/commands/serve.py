@@ -58,7 +58,7 @@ def _import_http() -> None:
         "server.api.application",
         "server.metrics",
         "uvicorn",
-        "server.api.protocol",
+        "server.api.connections",
         "rich.table",
         "numpy.ma",  # which numpy imports at first use: too late in a process out of file descriptors
     ):
@@ -87,12 +87,13 @@ def _connections() -> int:
 async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket) -> int:
     import uvicorn
 
+    from server.api.connections import BoundedServer
     from server.api.protocol import BoundedHttp
     from server.app import create_app
     from server.engine.service import EngineService
     from server.text.prepare import Preparer
 
-    class Server(uvicorn.Server):
+    class Server(BoundedServer):
         """Leaves signals to `Ending`."""
 
         @contextlib.contextmanager
@@ -109,7 +110,6 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
         uvicorn.Config(
             create_app(loaded, service, preparer, options),
             http=BoundedHttp,
-            limit_concurrency=_connections(),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -118,7 +118,8 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
-        )
+        ),
+        limit=_connections(),
     )
     ending = Ending(service, server, options.grace)
     try:

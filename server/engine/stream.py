@@ -17,9 +17,9 @@ class TokenStream:
     """The events of one request: `async for events in stream`, one non-empty list per hand-over.
 
     It ends after every choice has had an event with a `finish`. A slow consumer gets longer lists; one that
-    lets more than MAX_UNREAD wait has its request aborted, and gets ReadTooSlowly after what had come. Leaving
-    early (`aclose()`, the end of `async with`, a cancelled `async for`, or dropping the last reference) aborts
-    what still runs. One consumer at a time.
+    lets more than MAX_UNREAD wait has its request aborted, and gets ReadTooSlowly after what had come.
+    Leaving early (`aclose()`, the end of `async with`, a cancelled `async for`, or dropping the last
+    reference) aborts what still runs. One consumer at a time.
     """
 
     def __init__(self, choices: int, on_leave: Callable[[], None]) -> None:

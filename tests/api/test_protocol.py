@@ -199,20 +199,3 @@ def post(fields: dict[str, Any]) -> bytes:
     body = json.dumps(fields).encode()
     head = f"POST {C} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-
-async def test_too_many_connections(words: Path) -> None:
-    """The ones that are open go on; a new one is told, and welcome again when another has left."""
-    async with serving(words, connections=3) as api:
-        assert (await api.http.get("/health")).status_code == 200  # and stays open
-        _, second = await asyncio.open_connection("127.0.0.1", api.port)
-        for _ in range(3):
-            reply = await answer_to(api.port)
-            assert reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-            assert b"\r\nretry-after: 5\r\n" in reply
-            assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
-        assert (await api.http.get("/health")).status_code == 200
-        second.close()
-        await asyncio.sleep(0.1)
-        request = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-        assert b" 200 OK" in await answer_to(api.port, request)

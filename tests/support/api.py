@@ -16,6 +16,7 @@ from cache.accounts import Peak
 from cache.layout import KVLayout, LayerGroup
 from cache.report import usage
 from server.api.application import create_api
+from server.api.connections import BoundedServer
 from server.api.protocol import BoundedHttp
 from server.api.state import ApiSettings, ApiState, ModelCard
 from server.commands.listener import bind
@@ -99,14 +100,13 @@ async def serving(
     config = uvicorn.Config(
         create_api(state),
         http=BoundedHttp,
-        limit_concurrency=connections,
         lifespan="off",
         ws="none",
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=1,
     )
-    server = uvicorn.Server(config)
+    server = BoundedServer(config, connections)
     running = asyncio.get_running_loop().create_task(server._serve([listener]))  # leaves signals alone
     while not server.started:  # noqa: ASYNC110 (uvicorn offers no event)
         await asyncio.sleep(0.005)

@@ -114,13 +114,20 @@ def free_port() -> int:
 
 
 def start(
-    folder: Path | str, *flags: str, env: Mapping[str, str] | None = None, threads: int = 1
+    folder: Path | str,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    threads: int = 1,
+    files: int | None = None,
 ) -> RunningServer:
-    """`headroom serve folder flags`, healthy on return; RuntimeError with its log if it never is."""
+    """`headroom serve folder flags`, healthy on return; RuntimeError with its log if it never is. `files` is
+    how many it may have open at once (`ulimit -n`)."""
     port = free_port()
     log = Path(tempfile.mkstemp(prefix="headroom-test-", suffix=".log")[1])
     command = [sys.executable, "-m", "server.cli", "serve", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), *flags]
+    if files is not None:
+        command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     settings = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **(env or {})}
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -168,10 +175,14 @@ def stop(server: RunningServer) -> None:
 
 @contextlib.contextmanager
 def running(
-    folder: Path | str, *flags: str, env: Mapping[str, str] | None = None, threads: int = 1
+    folder: Path | str,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    threads: int = 1,
+    files: int | None = None,
 ) -> Iterator[RunningServer]:
     """`start`, and `stop` whatever happens; a failing test shows the server's log."""
-    server = start(folder, *flags, env=env, threads=threads)
+    server = start(folder, *flags, env=env, threads=threads, files=files)
     try:
         yield server
     except BaseException:
@@ -219,6 +230,7 @@ async def _serve_inside(
     """Serve until told to leave; tells `started` where, and how to."""
     import uvicorn
 
+    from server.api.connections import BoundedServer
     from server.api.protocol import BoundedHttp
     from server.app import create_app
     from server.config import ServeOptions
@@ -228,7 +240,7 @@ async def _serve_inside(
     service = EngineService(loaded.engine, max_queued=max_queued)
     preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat, loaded.grammars)
     application = create_app(loaded, service, preparer, ServeOptions(model=loaded))
-    server = uvicorn.Server(
+    server = BoundedServer(
         uvicorn.Config(
             application, http=BoundedHttp, lifespan="off", ws="none", log_config=None, access_log=False,
             timeout_graceful_shutdown=2,
