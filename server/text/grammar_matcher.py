@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from server.engine.constraint import BitArray
 from server.engine.request import Constraint
-from server.text.grammar_build import is_full, make_matcher, make_tokenizer, reason
+from server.text.grammar_build import GrammarError, is_full, make_matcher, make_tokenizer, reason
 from server.text.tokenizer import Tokenizer
 
 _WORD = 32
@@ -171,6 +171,8 @@ class GrammarSource:
         """Each token's bytes, None for those that an answer within a grammar never has. Raises GrammarError
         if the tokenizer's tokens have no bytes of their own."""
         tokenizer = self._tokenizer()
+        if tokenizer.separator:
+            raise GrammarError("this model's tokenizer has no decoder and cannot keep an answer to a grammar")
         return [tokenizer.token_text(token).raw or None for token in range(self._rows)]
 
     def compile(self, lark: str, nbytes: int = 0) -> Compiled:

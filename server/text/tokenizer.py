@@ -97,6 +97,11 @@ class Tokenizer:
         """The vocabulary's own spelling of an id, None beyond the vocabulary."""
         return self._tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
 
+    @property
+    def separator(self) -> str:
+        """What decoding puts between two tokens: nothing, unless the tokenizer has no decoder."""
+        return self._plan.separator
+
     def token_text(self, token: int) -> TokenText:
         """The token by itself; both parts are empty beyond the vocabulary. In its place at the head of a text
         it may lose a space (sentencepiece)."""

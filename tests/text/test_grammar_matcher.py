@@ -177,6 +177,14 @@ def test_a_grammar_is_compiled_while_nobody_holds_it(tokenizer: Tokenizer) -> No
         source.matcher(write_constraint([EOS], "start: nothing"))
 
 
+def test_a_tokenizer_that_puts_spaces_between_tokens_is_refused(tmp_path: Path) -> None:
+    byte_level()(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": None}))
+    with pytest.raises(GrammarError, match="has no decoder"):
+        source_of(Tokenizer.from_folder(tmp_path)).compile(to_lark("regex", "a"))
+
+
 def test_equal_bytes_mean_equal_grammars() -> None:
     assert write_constraint([3, 1], "x") == write_constraint([1, 3], "x") != write_constraint([1], "x")
     assert grammar_matcher.read_constraint(write_constraint([], "a\nb")) == ([], "a\nb")
