@@ -40,7 +40,7 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(
         temperature=_number(path, declared, "temperature", 1.0, MAX_TEMPERATURE),
         top_p=_number(path, declared, "top_p", 1.0, 1.0),
-        top_k=int(_number(path, declared, "top_k", 0, float("inf"))),
+        top_k=max(0, int(_number(path, declared, "top_k", 0, float("inf"), -1))),  # -1 is 0: all
         min_p=_number(path, declared, "min_p", 0.0, 1.0),
         repetition_penalty=repetition,
     )
