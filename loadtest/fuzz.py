@@ -129,13 +129,19 @@ def look_over(server: OwnServer, tally: Tally) -> dict[str, Any]:
     waited = server.wait_idle(30.0)
     states = server.checked()["states"]
     if server.tracebacks():
-        place = server.log().index("Traceback (most recent call last)")
-        raise ServerFault(f"the server logged an exception:\n{server.log()[place:][:3000]}")
+        raise ServerFault(
+            f"the server logged {server.tracebacks()} exceptions, the last:\n{server.log()[-3000:]}"
+        )
     early = tally.memory[len(tally.memory) // 10]
     grown = tally.memory[-1] - early
     if grown > GROWTH_LIMIT:
         raise ServerFault(f"the server's memory grew by {grown:,} bytes")
-    return {"idle_seconds": round(waited, 2), "live_blocks": states["live"]["blocks"], "memory_growth": grown}
+    return {
+        "idle_seconds": round(waited, 2),
+        "live_blocks": states["live"]["blocks"],
+        "memory_growth": grown,
+        "memory": tally.memory,
+    }
 
 
 def run(model: str, requests: int, start: int, folder: Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Setup:
     """What is served and how hard it is tried. The pool must hold the longest request, not the crowd."""
 
     model: str = "smollm2-135m"
-    kv_memory: str = "96MiB"
+    kv_memory: str = "56MiB"
     max_model_len: int = 512
     max_num_seqs: int = 16
     clients: int = 32
@@ -120,11 +120,11 @@ async def _client(
         one = draw.choice(asks)
         body = {**one.body, "priority": draw.choice(PRIORITIES)}
         try:
-            if draw.random() < SHARE_LEFT:
+            if not one.whole and draw.random() < SHARE_LEFT:
                 wait, read = draw.uniform(0, setup.patience), draw.randrange(24)
                 course.left[await leave(port, one.path, body, wait, read)] += 1
                 continue
-            stream = draw.random() < 0.7
+            stream = not one.whole and draw.random() < 0.7
             heard = await ask(port, one.path, body, stream)
         except (Refused, TimeoutError, ValueError) as error:
             course.refused[f"{one.name}: {type(error).__name__} {error}"[:300]] += 1

@@ -21,13 +21,18 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the catalogue. `exact` is a greedy choice by the model's own scores alone: only its
-    ties can be shown by them."""
+    """One request of the catalogue. `exact` says that tokens are chosen by the model's own scores, greedily
+    or by a seed: then a tie can be shown by them. Penalties, biases and grammars choose by other scores."""
 
     name: str
     path: str
     body: Mapping[str, Any]
     exact: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can only be asked for whole: a stream has no place for a prompt's scores."""
+        return "prompt_logprobs" in self.body
 
 
 def _line(number: int) -> str:
@@ -52,7 +57,9 @@ def _chat(number: int, **more: Any) -> Fields:
 
 
 def _drawn(number: int, **more: Any) -> Fields:
-    return {"temperature": 0.8, "seed": 1000 + number} | more
+    """Seeded, of the 40 likeliest: without a bound the ruined scores of one shared head, which put thousands
+    of tokens within a rounding of each other, would be full of ties."""
+    return {"temperature": 0.8, "seed": 1000 + number, "top_k": 40} | more
 
 
 def _bound(schema: Any) -> Fields:
@@ -71,7 +78,7 @@ CARD = {
 }
 LIST = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3}
 
-# Each makes the body of one kind; its name, and whether it is an exact greedy choice (see Ask).
+# Each makes the body of one kind; its name, and whether its choices are exact (see Ask).
 KINDS: tuple[tuple[str, bool, Callable[[int], Fields]], ...] = (
     ("greedy", True, lambda i: _completion(i)),
     ("greedy chat", True, lambda i: _chat(i)),
@@ -79,20 +86,21 @@ KINDS: tuple[tuple[str, bool, Callable[[int], Fields]], ...] = (
     ("long prompt", True, lambda i: _completion(i, prompt=f"{PREFIX} {PREFIX} {_line(i)}", max_tokens=48)),
     ("two prompts", True, lambda i: _completion(i, prompt=[_line(i), _line(i + 1)])),
     ("prompt of ids", True, lambda i: _completion(i, prompt=[5 + i, 60, 61, 62, 63, 64, 65])),
-    ("seed", False, lambda i: _completion(i, **_drawn(i, max_tokens=48))),
-    ("seed, top_p, top_k", False, lambda i: _chat(i, **_drawn(i, top_p=0.9, top_k=50))),
-    ("seed, min_p", False, lambda i: _shared(i, **_drawn(i, temperature=1.2, min_p=0.05))),
-    ("three choices", False, lambda i: _chat(i, **_drawn(i, n=3))),
-    ("four choices of a shared prefix", False, lambda i: _shared(i, **_drawn(i, temperature=1, n=4))),
+    ("seed", True, lambda i: _completion(i, **_drawn(i, max_tokens=48))),
+    ("seed, all tokens", True, lambda i: _completion(i, **_drawn(i, top_k=0))),
+    ("seed, top_p, top_k", True, lambda i: _chat(i, **_drawn(i, top_p=0.9))),
+    ("seed, min_p", True, lambda i: _shared(i, **_drawn(i, temperature=1.2, min_p=0.05))),
+    ("three choices", True, lambda i: _chat(i, **_drawn(i, n=3))),
+    ("four choices of a shared prefix", True, lambda i: _shared(i, **_drawn(i, temperature=1, n=4))),
     ("stop strings", True, lambda i: _shared(i, stop=[" the", "\n\n"], max_tokens=32)),
-    ("stop strings, shown", False, lambda i: _chat(
+    ("stop strings, shown", True, lambda i: _chat(
         i, **_drawn(i, stop=["e", "a t"], min_tokens=4, include_stop_str_in_output=True))),
     ("no early end", True, lambda i: _chat(i, ignore_eos=True, max_tokens=40)),
     ("penalties", False, lambda i: _completion(
         i, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5, max_tokens=40)),
     ("bias", False, lambda i: _completion(i, **_drawn(i, logit_bias={"10": -100, "20": 3, "30": 1.5}))),
     ("scores", True, lambda i: _completion(i, logprobs=3)),
-    ("scores of a chat", False, lambda i: _chat(i, **_drawn(i, logprobs=True, top_logprobs=2))),
+    ("scores of a chat", True, lambda i: _chat(i, **_drawn(i, logprobs=True, top_logprobs=2))),
     ("echo", True, lambda i: _shared(i, echo=True, max_tokens=8)),
     ("echo with scores", True, lambda i: _completion(i, echo=True, logprobs=1, max_tokens=8)),
     ("scores of a prompt", True, lambda i: _completion(i, prompt_logprobs=1)),

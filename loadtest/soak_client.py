@@ -35,19 +35,20 @@ class Heard:
             self.texts[index] = self.texts.get(index, "") + (text or "")
             if choice.get("finish_reason"):
                 self.reasons[index] = choice["finish_reason"]
-            self.scores.setdefault(index, []).extend(_scores(choice.get("logprobs")))
+            self.scores.setdefault(index, []).extend(_scores(choice))
         usage = event.get("usage")
         if usage:
             self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
 
-def _scores(found: Mapping[str, Any] | None) -> list[float]:
-    """The logprobs of the tokens, in either shape; a first prompt token has none."""
-    if not found:
-        return []
-    if found.get("content") is not None:
-        return [entry["logprob"] for entry in found["content"]]
-    return [value for value in found.get("token_logprobs") or () if value is not None]
+def _scores(choice: Mapping[str, Any]) -> list[float]:
+    """The logprobs of a choice's tokens, in either shape, and of its prompt's, whose first has none."""
+    found = choice.get("logprobs") or {}
+    scores = [entry["logprob"] for entry in found.get("content") or ()]
+    scores += [value for value in found.get("token_logprobs") or () if value is not None]
+    for token in choice.get("prompt_logprobs") or ():
+        scores += sorted(entry["logprob"] for entry in (token or {}).values())
+    return scores
 
 
 async def ask(port: int, path: str, body: Mapping[str, Any], stream: bool) -> Heard:
