@@ -111,14 +111,14 @@ class CacheManager:
         """Tokens of the first `num_tokens` of `chain` that `open` would find cached; changes nothing."""
         return len(self._hits(chain, num_tokens, self._variant(variant))) * self._block_size
 
-    def admissible(self, chain: TokenChain, num_tokens: int, variant: str, reserve: int) -> bool:
-        """Whether `num_tokens` tokens would all fit now and leave `reserve` physical blocks to take.
-
-        Cached blocks that the sequence would reuse are not counted as room a second time.
-        """
+    def admissible(
+        self, chain: TokenChain, num_tokens: int, variant: str, reserve: int, opened: int | None = None
+    ) -> bool:
+        """Whether `num_tokens` tokens, of which `open` is to be told `opened` (default: all), would fit now
+        and leave `reserve` physical blocks to take; what it would reuse is not counted as room again."""
         number = self._variant(variant)
         heads = self.state.variants[number].kv_heads
-        hits = self._hits(chain, num_tokens, number)
+        hits = self._hits(chain, num_tokens if opened is None else opened, number)
         reused = int(np.count_nonzero(self.state.index.lru.stamp[hits] >= 0)) * heads
         need = (self.state.layout.logical_blocks(num_tokens) - len(hits)) * heads
         return need + reserve <= self.free_blocks + self.cached_blocks - reused

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from math import isfinite
 
 from cache.manager import CacheManager
 from model.logprobs import Scores
@@ -24,6 +26,7 @@ class Outcome:
 
     token: int | None = None
     score: TokenScore | None = None  # of the token, if the request asks for it
+    prompt: tuple[TokenScore, ...] = ()  # of the prompt's tokens that were owed
 
 
 class Attempts:
@@ -59,7 +62,7 @@ class Attempts:
     def _forward(self, entries: Several[Scheduled]) -> list[Outcome | Exception]:
         rows = [self._first_row(entry.sequence) for entry in entries]
         batch = build_batch(entries, rows, self._manager.row_tables, self._shape)
-        return _outcomes(entries, batch.drawn, self._runner.run(batch))
+        return _outcomes(entries, self._runner.run(batch))
 
     def _first_row(self, sequence: Sequence) -> int:
         assert sequence.slot is not None
@@ -71,22 +74,43 @@ def name_of(sequence: Sequence) -> str:
     return f"request {sequence.work.request.id!r} choice {sequence.index}"
 
 
-def _outcomes(entries: Several[Scheduled], drawing: Several[int], drawn: Drawn) -> list[Outcome | Exception]:
-    """`drawing` are the entries that the drawn ids belong to; scores come in the same order."""
-    outcomes: list[Outcome | Exception] = [Outcome()] * len(entries)
-    scored = 0
-    for index, token in zip(drawing, drawn.ids.tolist(), strict=True):
-        best = entries[index].sequence.work.request.logprobs
-        score = None
-        if best is not None and drawn.scores is not None:
-            score = token_score(drawn.scores, scored, best)
-            scored += 1
-        broken = ArithmeticError("the model's logits are not finite")
-        outcomes[index] = broken if token < 0 else Outcome(token, score)
-    return outcomes
+def complaint(error: Exception) -> str:
+    """What a client is told; the log has the rest."""
+    if isinstance(error, ArithmeticError):
+        return str(error)
+    return f"the model failed on this request ({type(error).__name__})"
 
 
-def token_score(scores: Scores, row: int, best: int) -> TokenScore:
-    """One row of `scores` with the `best` likeliest tokens of it."""
-    ids, values = scores.best_ids[row, :best].tolist(), scores.best[row, :best].tolist()
-    return TokenScore(float(scores.logprob[row]), tuple(zip(ids, values, strict=True)))
+def _outcomes(entries: Several[Scheduled], drawn: Drawn) -> list[Outcome | Exception]:
+    """Ids and scores come in the order of the entries that asked for them."""
+    ids = iter(drawn.ids.tolist())
+    scores = iter(()) if drawn.scores is None else token_scores(drawn.scores)
+    prompts = iter(()) if drawn.prompt is None else token_scores(drawn.prompt)
+    return [_outcome(entry, ids, scores, prompts) for entry in entries]
+
+
+def _outcome(
+    entry: Scheduled, ids: Iterator[int], scores: Iterator[TokenScore], prompts: Iterator[TokenScore]
+) -> Outcome | Exception:
+    """Takes what belongs to the entry off each line."""
+    request = entry.sequence.work.request
+    token = next(ids) if entry.draws else None
+    score = (
+        _cut(next(scores), request.logprobs) if token is not None and request.logprobs is not None else None
+    )
+    prompt = tuple(_cut(next(prompts), request.prompt_logprobs or 0) for _ in entry.owed)
+    if (token is not None and token < 0) or not all(isfinite(one.logprob) for one in prompt):
+        return ArithmeticError("the model's logits are not finite")
+    return Outcome(token, score, prompt)
+
+
+def token_scores(scores: Scores) -> Iterator[TokenScore]:
+    """Row by row."""
+    columns = scores.logprob.tolist(), scores.best_ids.tolist(), scores.best.tolist()
+    for logprob, ids, values in zip(*columns, strict=True):
+        yield TokenScore(logprob, tuple(zip(ids, values, strict=True)))
+
+
+def _cut(score: TokenScore, best: int) -> TokenScore:
+    """With so many of the likeliest tokens as were asked for; others of the step may want more."""
+    return score if len(score.top) <= best else TokenScore(score.logprob, score.top[:best])

@@ -18,10 +18,19 @@ from torch import Tensor
 from model.attention.base import AttentionMeta, IntArray
 from model.heads import Segment, Variant
 from model.sampler import make_sampling
-from server.engine.draws import Draws, how_to_draw
+from server.engine.draws import Draws, Wish, how_to_draw
 from server.engine.scheduler import Scheduled
 
 Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWish:
+    """Prompt tokens that are to be scored, each under the logits after the one before it."""
+
+    positions: Tensor  # [M] int64, on the token axis: the ones before
+    ids: Tensor  # [M] int64
+    best: int  # how many of the likeliest tokens beside them, the most that any of them wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class ForwardBatch:
     meta: AttentionMeta
     wanted: Tensor  # [N] int64, positions on the token axis
     draws: Draws | None  # None if N is 0
+    prompt: PromptWish | None  # None if M is 0
     drawn: tuple[int, ...]  # which entries of the plan the N rows belong to
 
 
@@ -70,6 +80,7 @@ def build_batch(
         meta=meta,
         wanted=wanted_d,
         draws=draws,
+        prompt=_prompt_wish(entries, query_start, shape.device),
         drawn=drawn,
     )
 
@@ -90,16 +101,23 @@ def lone_batch(
     last = np.arange(len(ids) - wanted, len(ids), dtype=np.int64)
     flat, rows = _upload([ids, last], torch.int64, shape.device)
     segments = (Segment(shape.variants[variant].head_map, 0, len(ids)),)
-    return ForwardBatch(flat, meta.positions, segments, meta, rows, None, ())
+    return ForwardBatch(flat, meta.positions, segments, meta, rows, None, None, ())
 
 
 def made_up_batch(
-    variant: str, start: int, count: int, wanted: int, row_tables: Tensor, shape: Shape
+    variant: str,
+    start: int,
+    count: int,
+    wanted: int,
+    row_tables: Tensor,
+    shape: Shape,
+    best: int | None = None,
 ) -> ForwardBatch:
     """A step that belongs to nobody, to try the engine or to measure it.
 
     Tokens `[start, start + count)` of one sequence, all of id 0, whose rows are the first of `row_tables`;
-    after each of the last `wanted` ones a token is drawn at temperature 1.
+    after each of the last `wanted` ones a token is drawn at temperature 1. With `best` each of them
+    is scored, and so is each of the `count` tokens, as a prompt's are, beside so many of the likeliest.
     """
     ids = np.zeros(count, dtype=np.int64)
     ones, zeros = np.ones(wanted), np.zeros(wanted)
@@ -111,8 +129,30 @@ def made_up_batch(
         u=0.5 * ones,
         device=shape.device,
     )
-    return replace(
-        lone_batch(variant, ids, start, wanted, row_tables, shape), draws=Draws(sampling, None, None)
+    batch = lone_batch(variant, ids, start, wanted, row_tables, shape)
+    if best is None:
+        return replace(batch, draws=Draws(sampling, None, None))
+    rows, every = (torch.arange(n, dtype=torch.int64, device=shape.device) for n in (wanted, count))
+    draws = Draws(sampling, None, Wish(rows, best))
+    return replace(batch, draws=draws, prompt=PromptWish(every, batch.ids, best))
+
+
+def _prompt_wish(
+    entries: Sequence[Scheduled], query_start: Int64Array, device: torch.device
+) -> PromptWish | None:
+    owing = [
+        (entry, first) for entry, first in zip(entries, query_start.tolist(), strict=False) if entry.owed
+    ]
+    if not owing:
+        return None
+    positions, ids = [], []
+    for entry, first in owing:
+        owed = entry.owed
+        positions.append(np.arange(owed.start, owed.stop, dtype=np.int64) + (first - entry.start))
+        ids.append(entry.sequence.chain.tokens[owed.start + 1 : owed.stop + 1])
+    where, what = _upload([np.concatenate(positions), np.concatenate(ids)], torch.int64, device)
+    return PromptWish(
+        where, what, max(entry.sequence.work.request.prompt_logprobs or 0 for entry, _ in owing)
     )
 
 

@@ -18,9 +18,9 @@ from server.engine.scheduler import Scheduled
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Tokens that scores are wanted of: the drawn ones of some rows, or given ones."""
+    """Rows whose drawn tokens are to be scored."""
 
-    rows: Tensor  # [A] int64: rows of what is drawn from, or positions on the token axis
+    rows: Tensor  # [A] int64 below N
     best: int  # how many of the likeliest tokens beside them, the most that any of them wants
 
 

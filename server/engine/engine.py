@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from cache.manager import CacheManager
 from cache.recount import checked_report
 from cache.report import BlockPage, CacheReport
-from server.engine.attempts import Attempts, Outcome, name_of
+from server.engine.attempts import Attempts, Outcome, complaint, name_of
 from server.engine.batch import Shape
 from server.engine.constraint import Matcher, MatcherSource
 from server.engine.errors import EngineDead
@@ -151,7 +151,7 @@ class Engine:
         for sequence, error in plan.refused:
             logger.error("admitting %s failed", name_of(sequence), exc_info=error)
             self._manager.check()  # if the cache's books are wrong, this is not the request's fault
-            self._end(sequence, FinishReason.ERROR, events, _complaint(error))
+            self._end(sequence, FinishReason.ERROR, events, complaint(error))
         return plan
 
     def _run(self, plan: Plan) -> list[Outcome | Exception]:
@@ -170,9 +170,17 @@ class Engine:
                 sequence.computed = entry.start + entry.count
                 self._manager.advance(sequence.slot, sequence.computed, sequence.chain)
                 self._counters.batched_tokens += entry.count
+                if sequence.prompt_scores is not None:
+                    sequence.prompt_scores.extend(outcome.prompt)
         for entry, outcome in zip(plan.entries, outcomes, strict=True):
+            if entry.sequence.finish is not None:
+                continue  # it ended with a sibling
             if isinstance(outcome, Exception):
-                self._end(entry.sequence, FinishReason.ERROR, events, _complaint(outcome))
+                self._end(entry.sequence, FinishReason.ERROR, events, complaint(outcome))
+            elif entry.ends:  # and so do its siblings, who would only run the same prompt again
+                for sibling in entry.sequence.work.siblings(entry.sequence):
+                    if sibling.finish is None:
+                        self._end(sibling, FinishReason.LENGTH, events)
             elif outcome.token is not None:
                 self._take(entry.sequence, outcome.token, outcome.score, events)
 
@@ -197,8 +205,7 @@ class Engine:
         elif sequence.output >= min(request.max_tokens, room):
             self._end(sequence, FinishReason.LENGTH, events, token=token, score=score)
         else:
-            kv = self._peak(sequence.work)
-            events.append(TokenEvent(request.id, sequence.index, token, None, kv, score=score))
+            events.append(self._event(sequence, token, None, None, score))
 
     def _end(
         self,
@@ -211,8 +218,7 @@ class Engine:
     ) -> None:
         """Every end of a choice, whatever the reason: its blocks go back, and its last event goes out."""
         work = sequence.work
-        kv = self._peak(work)
-        events.append(TokenEvent(work.request.id, sequence.index, token, reason, kv, error, score))
+        events.append(self._event(sequence, token, reason, error, score))
         sequence.finish = reason
         self._counters.finished[reason] += 1
         self._scheduler.release(sequence)
@@ -222,8 +228,19 @@ class Engine:
             self._manager.close_account(work.account)
             del self._works[work.request.id]
 
-    def _peak(self, work: Work) -> KVPeak:
-        return KVPeak(*self._manager.peak(work.account))
+    def _event(
+        self,
+        sequence: Sequence,
+        token: int | None,
+        finish: FinishReason | None,
+        error: str | None,
+        score: TokenScore | None,
+    ) -> TokenEvent:
+        """News of a choice, with its prompt's scores if they have not been told yet."""
+        work = sequence.work
+        kv = KVPeak(*self._manager.peak(work.account))
+        name, index = work.request.id, sequence.index
+        return TokenEvent(name, index, token, finish, kv, error, score, sequence.told())
 
     def _die(self, error: Exception, events: list[TokenEvent]) -> None:
         """The engine cannot go on, and everybody learns it at once. Nobody uses the cache after this."""
@@ -279,10 +296,3 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             waiting_requests=len(self._scheduler.unstarted),
         )
-
-
-def _complaint(error: Exception) -> str:
-    """What a client is told; the log has the rest."""
-    if isinstance(error, ArithmeticError):
-        return str(error)
-    return f"the model failed on this request ({type(error).__name__})"

@@ -14,9 +14,9 @@ from cache.pool import KVPool
 from model.adjust import adjust
 from model.attention.base import AttentionBackend
 from model.decoder import Decoder
-from model.logprobs import Scores, ScoreTensors, score
+from model.logprobs import Scores, ScoreTensors, score, score_hidden
 from model.sampler import sample
-from server.engine.batch import ForwardBatch, Shape, made_up_batch
+from server.engine.batch import ForwardBatch, PromptWish, Shape, made_up_batch
 from server.engine.draws import Draws
 
 
@@ -26,6 +26,7 @@ class Drawn:
 
     ids: npt.NDArray[np.int64]  # [N], in the order of `ForwardBatch.drawn`; -1 where logits were broken
     scores: Scores | None = None  # of those ids, for the rows of `Draws.scored`
+    prompt: Scores | None = None  # of the tokens of `ForwardBatch.prompt`
 
 
 class ModelRunner:
@@ -44,22 +45,29 @@ class ModelRunner:
     def run(self, batch: ForwardBatch) -> Drawn:
         """One step: tokens are drawn where the batch says so.
 
-        Writes K and V of the step's tokens, to the same places if called again. Waits for the device once, so
-        that a fault of the step is raised here.
+        Writes K and V of the step's tokens, to the same places if called again. Waits for the device, so that
+        a fault of the step is raised here.
         """
-        logits = self._decoder.forward(
+        prompt, count = batch.prompt, len(batch.wanted)
+        hidden = self._decoder.hidden(
             batch.ids,
             batch.positions,
             batch.segments,
             self._backend.begin(batch.meta),
             self._pool.layers,
-            batch.wanted,
+            batch.wanted if prompt is None else torch.cat([batch.wanted, prompt.positions]),
         )
+        told = None if prompt is None else self._score(hidden[count:], prompt)
         if batch.draws is None:
             batch.positions[:1].cpu()
-            return Drawn(np.zeros(0, dtype=np.int64))
-        ids, scores = _draw(logits, batch.draws)
-        return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host())
+            return Drawn(np.zeros(0, dtype=np.int64), prompt=told)
+        ids, scores = _draw(self._decoder.logits(hidden[:count]), batch.draws)
+        return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host(), told)
+
+    def _score(self, hidden: Tensor, prompt: PromptWish) -> Scores:
+        """hidden `[M, hidden]` -> the scores of the prompt's tokens; waits for the device."""
+        vocab = self._decoder.config.vocab_size
+        return score_hidden(hidden, prompt.ids, prompt.best, self._decoder.logits, vocab).to_host()
 
     def try_out(self, shape: Shape) -> None:
         """One token of nobody's through the model, into the scratch block; raises what the model raises."""

@@ -30,6 +30,20 @@ class Scheduled:
     @property
     def draws(self) -> bool:
         """Whether all its tokens are in after this step, so that the next one can be drawn."""
+        return self._completes and self.sequence.work.request.max_tokens > 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether all its tokens are in after this step, and none is to be drawn."""
+        return self._completes and self.sequence.work.request.max_tokens == 0
+
+    @property
+    def owed(self) -> range:
+        """Positions after which the next token of the prompt is to be scored."""
+        return self.sequence.owed(self.start, self.count)
+
+    @property
+    def _completes(self) -> bool:
         return self.start + self.count == self.sequence.length
 
 
@@ -185,7 +199,8 @@ class Scheduler:
     def _open(self, sequence: Sequence, reserve: int) -> bool:
         """Give the head of the queue its place: beside a sibling that knows the prompt, or by itself."""
         shared = len(sequence.prompt) - 1  # the last prompt token runs again, to give its logits
-        siblings = [s for s in sequence.work.siblings(sequence) if s.slot is not None] if shared else []
+        alone = shared == 0 or sequence.readable is not None
+        siblings = [] if alone else [s for s in sequence.work.siblings(sequence) if s.slot is not None]
         parent = next((s for s in siblings if s.computed >= shared), None)
         if parent is None and siblings:
             return False  # one of them is in its prefill; sharing it is cheaper than doing it again
@@ -215,10 +230,13 @@ class Scheduler:
     def _open_alone(self, sequence: Sequence, reserve: int) -> bool:
         """Reuse what the prefix index knows. Only a prompt's first admission counts as a hit or a miss."""
         work = sequence.work
-        if not self._manager.admissible(sequence.chain, sequence.length, work.request.variant, reserve):
+        chain, length, variant = sequence.chain, sequence.length, work.request.variant
+        # A prompt that is scored reads nothing from the prefix index but what has been scored already.
+        known = length if sequence.readable is None else min(length, sequence.readable + 1)
+        if not self._manager.admissible(chain, length, variant, reserve, known):
             return False
         first = not any(s.ran for s in work.siblings(sequence))
-        opened = self._manager.open(work.account, sequence.chain, sequence.length, recompute=not first)
+        opened = self._manager.open(work.account, chain, known, recompute=not first)
         sequence.slot, sequence.computed = opened.slot, opened.cached_tokens
         if first:
             self._counters.prompt_tokens += len(sequence.prompt)

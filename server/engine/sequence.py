@@ -6,7 +6,8 @@ from torch import Tensor
 
 from cache.chain import TokenChain
 from server.engine.constraint import Matcher
-from server.engine.request import FinishReason, Request
+from server.engine.prompt_scores import PromptScores
+from server.engine.request import FinishReason, Request, TokenScore
 from server.engine.seen import Seen
 
 
@@ -18,18 +19,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "_chain",
-        "_matcher",
-        "computed",
-        "finish",
-        "index",
-        "key",
-        "output",
-        "ran",
-        "seen",
-        "slot",
-        "work",
-    )
+        "_chain", "_matcher", "computed", "finish", "index", "key", "output", "prompt_scores", "ran", "seen",
+        "slot", "work",
+    )  # fmt: skip
 
     def __init__(self, work: Work, index: int) -> None:
         self.work = work
@@ -44,6 +36,9 @@ class Sequence:
         self._chain: TokenChain | None = None
         self._matcher: Matcher | None = None
         self.seen: Seen | None = None  # what its penalties look at; made at first need
+        # A prompt is scored by its first choice, which holds the scores until its first event.
+        asks = work.request.prompt_logprobs is not None and self.copy == 0
+        self.prompt_scores = PromptScores(len(self.prompt)) if asks else None
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -71,6 +66,25 @@ class Sequence:
     def pending(self) -> int:
         """Tokens still to run before the next one can be drawn."""
         return self.length - self.computed
+
+    @property
+    def readable(self) -> int | None:
+        """How many of its tokens may come from the prefix index, because nothing is owed that only running
+        them tells; None if any may."""
+        scores = self.prompt_scores
+        return None if scores is None or scores.complete else scores.run
+
+    def owed(self, start: int, count: int) -> range:
+        """Those of its positions `[start, start + count)` whose run tells a prompt score."""
+        return range(0) if self.prompt_scores is None else self.prompt_scores.owed(start, start + count)
+
+    def told(self) -> tuple[TokenScore | None, ...] | None:
+        """All scores of its prompt, once; None if there are none to tell, or not all are known."""
+        scores = self.prompt_scores
+        if scores is None or not scores.complete:
+            return None
+        self.prompt_scores = None
+        return scores.whole()
 
     @property
     def matcher(self) -> Matcher | None:

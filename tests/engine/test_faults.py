@@ -166,14 +166,14 @@ def test_wrong_books_end_the_engine(small: Path) -> None:
 def test_logits_that_are_not_numbers_fail_their_choice_alone(small: Path, oracle: Oracle) -> None:
     engine = checked(fp32_engine(small)[0])
     decoder = engine._runner._decoder
-    forward = decoder.forward
+    hidden = decoder.hidden
 
     def poisoned(ids: Any, positions: Any, segments: Any, attention: Any, kv: Any, wanted: Any) -> Any:
-        logits = forward(ids, positions, segments, attention, kv, wanted)
+        states = hidden(ids, positions, segments, attention, kv, wanted)
         bad = positions[wanted] == BAD_LENGTH + 2
-        return torch.where(bad[:, None], torch.nan, logits)
+        return torch.where(bad[:, None], torch.nan, states)
 
-    decoder.forward = poisoned  # type: ignore[method-assign]
+    decoder.hidden = poisoned  # type: ignore[method-assign]
     requests = six()
     answers = run(engine, requests)
     (bad,) = answers.pop(2)

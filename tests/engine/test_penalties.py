@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -261,7 +262,11 @@ def test_an_absurd_penalty_still_gives_an_answer(small: Path, oracle: Oracle, pe
     """Beyond what fp32 holds, too; and a neighbour's stays what it is."""
     absurd = greedy_request(prompt_of(20, 93), 10, sampling=asked(repetition_penalty=penalty))
     healthy = greedy_request(prompt_of(20, 94), 10)
-    (answer,), (other,) = run(fp32_engine(small)[0], [absurd, healthy])
+    engine = fp32_engine(small)[0]
+    sent: list[float] = []
+    on_batches(engine, lambda batch: sent.extend(batch.draws.adjustments.penalties.repetition.tolist()))
+    (answer,), (other,) = run(engine, [absurd, healthy])
+    assert all(0 < value < math.inf for value in sent), "0 / 0 and 0 * inf would be no numbers"
     assert answer.finish is FinishReason.LENGTH and len(answer.ids) == 10
     assert other.ids == oracle.greedy(prompt_of(20, 94), 10)
 
