@@ -18,7 +18,8 @@ VOCAB = 512
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     """Random ids, the same for the same seed."""
-    return tuple(random.Random(f"{length}-{seed}").randrange(3, VOCAB) for _ in range(length))
+    dice = random.Random(f"{length}-{seed}")
+    return tuple(dice.randrange(3, VOCAB) for _ in range(length))
 
 
 def pool_of(folder: Path, blocks: int, **options: Any) -> tuple[Engine, EngineFacts]:
