@@ -155,7 +155,6 @@ SETTING: dict[str, Any] = {  # a value that asks for something, for each field w
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "best_of": 10**6,
-    "response_format": {"type": "json_schema", "json_schema": {}},
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "modalities": ["audio"],
