@@ -69,7 +69,7 @@ async def ask_many(server: Served, bodies: list[dict[str, Any]]) -> list[str]:
     return [reply.json()["choices"][0]["text"] for reply in replies]
 
 
-def test_alone(server: Served, answers: list[str]) -> None:
+def test_n1_alone(server: Served, answers: list[str]) -> None:
     assert [ask(server, ids, "alone") for ids in QUESTIONS] == [(text, 0) for text in answers]
 
 
@@ -82,7 +82,7 @@ def test_streamed(server: Served, answers: list[str]) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 15])
-def test_beside_fifteen_others(server: Served, answers: list[str], place: int) -> None:
+def test_n1_beside_fifteen_others(server: Served, answers: list[str], place: int) -> None:
     """First and last of sixteen that arrive together, the others of other lengths."""
     for ids, text in zip(QUESTIONS, answers, strict=True):
         bodies = [body(other, f"crowd{place}") for other in CROWD]
@@ -90,7 +90,7 @@ def test_beside_fifteen_others(server: Served, answers: list[str], place: int) -
         assert asyncio.run(ask_many(server, bodies))[place] == text
 
 
-def test_arriving_while_others_run(server: Served, answers: list[str]) -> None:
+def test_n1_arriving_while_others_run(server: Served, answers: list[str]) -> None:
     """Fifteen are decoding, some sampled, when the questions come in one by one."""
 
     async def late() -> list[str]:

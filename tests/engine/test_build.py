@@ -165,8 +165,8 @@ def test_default_pool() -> None:
     assert size_pool(123, None, 10 * gib, on_gpu=True).nbytes == 123
 
 
-def test_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N2: 16 bits only where the CPU computes in bfloat16 and the checkpoint is 16-bit."""
+def test_n2_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bits only where the CPU computes in bfloat16 and the checkpoint is 16-bit."""
     monkeypatch.setattr(device, "cpu_flags", lambda: frozenset({"avx512f", "avx512_bf16"}))
     assert choose_dtype("auto", torch.bfloat16, CPU).dtype is torch.bfloat16
     assert choose_dtype("auto", torch.float16, CPU).dtype is torch.bfloat16

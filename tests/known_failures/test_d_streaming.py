@@ -251,7 +251,6 @@ def test_d6_special_tokens_inside_the_text(served: Serves, chain: Chain, stop: l
         assert not any("<|" in delta for delta in streamed.deltas)
 
 
-@pytest.mark.xfail(strict=False, reason="logprobs are not served yet")
 def test_d6_scores_count_the_special_ids(served: Serves, chain: Chain) -> None:
     """Logprobs have an entry for each id of usage, the marker and the end mark among them."""
     server = served(
@@ -338,3 +337,15 @@ def test_d7_a_stop_in_one_choice_leaves_the_others(alphabet: Served) -> None:
     choices = alphabet.http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["text"] for choice in choices] == ["Hello worldDEF", "J", ""]
     assert [choice["finish_reason"] for choice in choices] == ["stop"] * 3
+
+
+# ---- the fixture itself
+
+
+def test_chain_follows_its_script_in_transformers_too(tmp_path: Path) -> None:
+    """The fixture itself: the reference says the same, by a wide margin."""
+    folder = checkpoints.make_chain(tmp_path, (5, 6, 7, 8, 2), vocab=64)
+    reference = load_reference(folder)
+    assert reference.greedy([5], 9, eos=[2]) == [6, 7, 8, 2]
+    best = reference.last_logits([9, 9, 9, 5]).topk(2).values
+    assert float(best[0] - best[1]) > 50
