@@ -16,6 +16,7 @@ from server.api import generation, info, kv
 from server.api.describe import describe
 from server.api.errors import ApiError, ClientGone, as_api_error, internal_error
 from server.api.guard import Guard
+from server.api.room import Bodies
 from server.api.state import ApiState
 from server.engine.errors import EngineError
 from server.text.errors import GenerationError, RequestError, shown
@@ -34,6 +35,7 @@ def create_api(state: ApiState) -> ASGIApp:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.state.bodies = Bodies(state.settings.max_bodies)
     for router in (generation.routes(state), info.routes(state), info.token_routes(state), kv.routes(state)):
         app.include_router(router)
     for kind in (ApiError, RequestError, GenerationError, EngineError, CacheError):

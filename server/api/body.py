@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from starlette.requests import ClientDisconnect, Request
 
 from server.api.errors import ApiError, ClientGone
+from server.api.room import Room
 from server.api.state import ApiSettings
 from server.api.structure import MAX_OBJECTS, MAX_VALUES, structure
 
@@ -27,11 +28,12 @@ async def read_object(request: Request, settings: ApiSettings) -> dict[str, Any]
     """The JSON object in the request's body.
 
     Raises ApiError 415 (content type or encoding), 413 (more than `settings.max_body` bytes, found before
-    parsing), 408 (no bytes for `settings.body_seconds`, or not all in ten times that), 400 (anything else);
-    ClientGone.
+    parsing), 503 (too many large bodies at once), 408 (no bytes for `settings.body_seconds`, or not all in ten
+    times that), 400 (anything else); ClientGone.
     """
     _check_headers(request)
-    return parse_object(await _read(request, settings))
+    with request.app.state.bodies.room() as room:
+        return parse_object(await _read(request, settings, room))
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def _check_headers(request: Request) -> None:
         raise ApiError(415, "Send the body uncompressed; `Content-Encoding` is not supported.")
 
 
-async def _read(request: Request, settings: ApiSettings) -> bytes:
+async def _read(request: Request, settings: ApiSettings, room: Room) -> bytes:
     limit = settings.max_body
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared[:19]) > limit:
@@ -103,6 +105,7 @@ async def _read(request: Request, settings: ApiSettings) -> bytes:
             size += len(part)
             if size > limit:
                 raise _too_large(limit)
+            room.take(len(part))
             parts.append(part)
     except TimeoutError:
         most = _PATIENCE * settings.body_seconds

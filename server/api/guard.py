@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from ipaddress import ip_address
 
@@ -21,6 +22,7 @@ from server.api.state import ApiSettings
 KEY_ID = "headroom.key_id"  # in the ASGI scope: which key was used, "" without keys
 
 _log = logging.getLogger(__name__)
+_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers
 _OPEN_PATHS = frozenset({"/health"})
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
 
@@ -61,7 +63,7 @@ class Guard:
                 await shutting_down().response()(scope, receive, answer)
             raise
         except Exception:
-            _log.exception("%s %s failed, request %s", scope["method"], scope["path"], identity)
+            _log.exception("%s %r failed, request %s", scope["method"], scope["path"], identity)
             if not started:
                 await internal_error().response()(scope, receive, answer)
 
@@ -69,7 +71,7 @@ class Guard:
         headers = scope["headers"]
         self._check_host(_values(headers, b"host"))
         if allowed_origin and scope["method"] == "OPTIONS":
-            await _preflight(send)
+            await _preflight(send, _values(headers, b"access-control-request-headers"))
             return
         scope[KEY_ID] = ""
         if self._keys and scope["path"] not in _OPEN_PATHS:
@@ -155,11 +157,14 @@ def _with_origin(send: Send, origin: str) -> Send:
     return wrapped
 
 
-async def _preflight(send: Send) -> None:
-    """What a browser asks before a cross-origin POST; `_with_origin` adds the allowed origin."""
+async def _preflight(send: Send, wanted: list[str]) -> None:
+    """What a browser asks before a cross-origin POST; `_with_origin` adds the allowed origin, whose pages may
+    send what they like: clients add headers of their own."""
+    names = ",".join(wanted)
+    allowed = names if _NAMES.fullmatch(names) else "authorization, content-type, x-request-id"
     headers = [
         (b"access-control-allow-methods", b"GET, POST"),
-        (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+        (b"access-control-allow-headers", allowed.encode("ascii")),
         (b"access-control-max-age", b"600"),
     ]
     await send({"type": "http.response.start", "status": 204, "headers": headers})

@@ -24,7 +24,7 @@ class ApiSettings:
     hold (`*` = any). Seconds: `body_seconds` without a byte of a body, `stall_seconds` without a reader for
     a stream, `keep_alive_seconds` without a word to who waits for one, `check_seconds` between two
     reconciliations of the cache; `request_seconds` from a request to the end of its answer, 0 without end.
-    `max_body` is in bytes.
+    `max_body` is in bytes, `max_bodies` for all that are being read at once.
     """
 
     host: str = "127.0.0.1"
@@ -32,6 +32,7 @@ class ApiSettings:
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body: int = 16 * 2**20
+    max_bodies: int = 512 * 2**20
     body_seconds: float = 30.0
     stall_seconds: float = 30.0
     keep_alive_seconds: float = 10.0

@@ -200,6 +200,34 @@ async def test_fifty_megabytes_are_not_read(words: Path) -> None:
         assert (await api.http.get("/health")).status_code == 200
 
 
+async def test_bodies_share_the_room(words: Path) -> None:
+    """Two of three fit; what one took is free again once it is read, refused, or left."""
+    async with serving(words, max_bodies=250_000) as api:
+
+        async def half(text: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: 200000\r\n\r\n".encode() + text)
+            await writer.drain()
+            await asyncio.sleep(0.1)
+            return reader, writer
+
+        large = {**GOOD, "pad": "x" * 100_000}
+        held = [await half(b"{" + b" " * 100_000) for _ in range(2)]
+        reply = await api.http.post("/v1/completions", json=large)
+        assert check_error(reply, 503)["code"] == "too_many_bodies"
+        assert reply.headers["retry-after"]
+        assert (await api.http.post("/v1/completions", json=GOOD)).status_code == 200
+        held[0][1].transport.abort()
+        await asyncio.sleep(0.1)
+        for _ in range(5):
+            assert (await api.http.post("/v1/completions", json=large)).status_code == 200
+            assert (await api.http.post("/v1/completions", json={"pad": "x" * 100_000})).status_code == 400
+        held[1][1].write(b"?" * 99_999)
+        assert (await held[1][0].readline()).startswith(b"HTTP/1.1 400 ")
+        held[1][1].close()
+
+
 async def test_a_body_that_stops_coming(words: Path) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b'{"prompt":'

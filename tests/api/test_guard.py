@@ -100,7 +100,7 @@ async def test_origins(words: Path) -> None:
     ask = {
         "origin": page,
         "access-control-request-method": "POST",
-        "access-control-request-headers": "content-type",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
     }
     async with serving(words) as api:  # off
         reply = await api.http.options("/v1/completions", headers=ask)
@@ -113,6 +113,10 @@ async def test_origins(words: Path) -> None:
         assert reply.headers["access-control-allow-origin"] == page
         assert "content-type" in reply.headers["access-control-allow-headers"]
         assert "authorization" in reply.headers["access-control-allow-headers"]
+        assert "x-stainless-lang" in reply.headers["access-control-allow-headers"], "as OpenAI's client asks"
+        odd = {**ask, "access-control-request-headers": "x-a;b"}
+        reply = await api.http.options("/v1/completions", headers=odd)
+        assert reply.headers["access-control-allow-headers"] == "authorization, content-type, x-request-id"
         reply = await api.http.options("/v1/completions", headers={**ask, "origin": other})
         assert "access-control-allow-origin" not in reply.headers
         key = {"authorization": "Bearer k"}
