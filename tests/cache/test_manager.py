@@ -176,6 +176,10 @@ def test_admissible_counts_hits_and_counts_room_once() -> None:
     _, _, _ = started(manager, "mqa", [1] * 16)  # holds the hits: they cost nothing now
     assert manager.admissible(same, 40, "mqa", 0)
     assert not manager.admissible(same, 44, "mqa", 0)
+    # Who may open no more than 4 or no tokens of it needs the other blocks again: 7 for 28 tokens, 6 free.
+    assert manager.admissible(same, 28, "mqa", 0, opened=5)
+    assert not manager.admissible(same, 28, "mqa", 0, opened=4)
+    assert manager.admissible(same, 24, "mqa", 0, opened=1)
     assert manager.probe(chain, 16, "mqa") == 12
 
 

@@ -11,7 +11,7 @@ import torch
 
 from model.heads import NativeHeads, RepeatHeads, Variant
 from server.engine.batch import Shape, build_batch, made_up_batch
-from server.engine.request import Request, SamplingParams
+from server.engine.request import Request, SamplingParams, TokenScore
 from server.engine.scheduler import Scheduled
 from server.engine.sequence import Work
 
@@ -32,11 +32,15 @@ def random_entries(seed: int) -> list[Scheduled]:
                 id=str(dice.random()), variant=name, prompts=(prompt,), n=2, max_tokens=9,
                 sampling=SamplingParams(dice.choice([0.0, 0.8]), seed=dice.randrange(2**64)),
                 cache_root=bytes(32), min_tokens=dice.choice([0, 3]), stop_ids=stops,
+                logprobs=dice.choice([None, 0, 3]), prompt_logprobs=dice.choice([None, 0, 5]),
             )  # fmt: skip
             sequence = Work(request, 0, 0, 16).sequences[dice.randrange(2)]
             for _ in range(dice.randrange(5)):
                 sequence.append(dice.randrange(100))
             start = dice.randrange(sequence.length)
+            if sequence.prompt_scores is not None:  # some are known, and what is not known runs
+                start = min(start, len(prompt) - 1)
+                sequence.prompt_scores.extend([TokenScore(0.0)] * dice.randrange(start, len(prompt)))
             entries.append(Scheduled(sequence, start, dice.randrange(1, sequence.length - start + 1)))
     return entries
 
@@ -85,6 +89,7 @@ def test_equals_the_plain_batch(seed: int) -> None:
     assert_segments(batch, entries)
     assert_dtypes(meta)
     assert_banned(batch, entries)
+    assert_scored(batch, entries, query_start)
 
 
 def assert_segments(batch: Any, entries: list[Scheduled]) -> None:
@@ -124,6 +129,31 @@ def assert_banned(batch: Any, entries: list[Scheduled]) -> None:
         assert not expected
     else:
         assert list(zip(*(part.tolist() for part in batch.draws.adjustments.banned), strict=True)) == expected
+
+
+def assert_scored(batch: Any, entries: list[Scheduled], query_start: list[int]) -> None:
+    drawn = [entries[i].sequence.work.request.logprobs for i in batch.drawn]
+    wishes = [(row, best) for row, best in enumerate(drawn) if best is not None]
+    if batch.draws is None or batch.draws.scored is None:
+        assert not wishes
+    else:
+        assert batch.draws.scored.rows.tolist() == [row for row, _ in wishes]
+        assert batch.draws.scored.best == max(best for _, best in wishes)
+    owed: list[
+        tuple[int, int, int]
+    ] = []  # position on the token axis, the id to score there, how many beside
+    for number, entry in enumerate(entries):
+        scores, request = entry.sequence.prompt_scores, entry.sequence.work.request
+        for position in range(entry.start, entry.start + entry.count):
+            if scores is not None and scores.run <= position < len(entry.sequence.prompt) - 1:
+                at = query_start[number] + position - entry.start
+                owed.append((at, entry.sequence.prompt[position + 1], request.prompt_logprobs or 0))
+    if batch.prompt is None:
+        assert not owed
+    else:
+        assert batch.prompt.positions.tolist() == [at for at, _, _ in owed]
+        assert batch.prompt.ids.tolist() == [token for _, token, _ in owed]
+        assert batch.prompt.best == max(best for _, _, best in owed)
 
 
 def test_made_up_batch_is_the_end_of_one_long_sequence() -> None:

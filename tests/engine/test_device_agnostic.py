@@ -93,7 +93,12 @@ def test_a_normal_run_names_device_and_dtype(
         requests = [
             greedy_request([i % 120 for i in prompt_of(20 + 5 * i)], 25, n=1 + i % 2,
                            variant=("native", "mha")[i % 2], stop_ids=(2,), min_tokens=5,
-                           sampling=SamplingParams(i / 4, top_k=5 * (i % 3), top_p=0.9, seed=i))
+                           logprobs=(None, 3)[i % 2], prompt_logprobs=(2, None, None)[i % 3],
+                           sampling=SamplingParams(
+                               i / 4, top_k=5 * (i % 3), top_p=0.9, seed=i, repetition_penalty=1 + i % 2 / 5,
+                               frequency_penalty=i % 3, presence_penalty=i % 2,
+                               logit_bias=((i, 2.0),) * (i % 2),
+                           ))
             for i in range(6)
         ]  # fmt: skip
         run(engine, requests)

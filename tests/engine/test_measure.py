@@ -40,5 +40,7 @@ def test_what_is_left_after_the_largest_step(small: Path, monkeypatch: pytest.Mo
     for batch in batches:
         assert batch.positions.tolist() == list(range(250 - 64, 250))
         assert len(batch.wanted) == 8
+        assert batch.draws.scored.rows.tolist() == list(range(8)), "and each of them is scored"
+        assert batch.prompt.positions.tolist() == list(range(64)), "and so is the prompt"
     assert [batch.segments[0].head_map.kv_heads for batch in batches] == [2, 4], "each mode is tried"
     assert room == 1_000_000 - 5000, "and the one that takes most counts"
