@@ -28,8 +28,8 @@ async def read_object(request: Request, settings: ApiSettings) -> dict[str, Any]
     """The JSON object in the request's body.
 
     Raises ApiError 415 (content type or encoding), 413 (more than `settings.max_body` bytes, found before
-    parsing), 503 (too many large bodies at once), 408 (no bytes for `settings.body_seconds`, or not all in ten
-    times that), 400 (anything else); ClientGone.
+    parsing), 503 (too many large bodies at once), 408 (no bytes for `settings.body_seconds`, or not all in
+    ten times that), 400 (anything else); ClientGone.
     """
     _check_headers(request)
     with request.app.state.bodies.room() as room:

@@ -18,7 +18,8 @@ import uvicorn
 from server.api.errors import ApiError
 from server.api.protocol import LINGER_SECONDS, BoundedHttp, raw_answer
 
-IDLE_SECONDS = 1.0  # a connection without a request for so long gives way to a new one
+IDLE_SECONDS = 1.0  # a connection that has waited so long for a next request gives way to a new one
+SILENT_SECONDS = 5.0  # and one that has not sent its first
 _BACKLOG = 2048  # that may wait in the kernel
 _AT_ONCE = 16  # accepted between two looks at everything else
 _REFUSING = 24  # connections beyond the limit that are being told so
@@ -127,7 +128,7 @@ class Listener:
             self._loop.add_reader(self._listener, self._accept)  # does nothing if it is there
 
     def _one_gives_way(self) -> bool:
-        """Close the connection that has been idle longest, if one has been for IDLE_SECONDS."""
+        """Close the connection that has been idle longest, if one has been for long."""
         now = self._loop.time()
         if not self._idle and now >= self._searched + _AGAIN_SECONDS:
             self._searched = now
@@ -136,7 +137,10 @@ class Listener:
         while self._idle:
             known = self._idle.pop()
             since = known.idle_since
-            if since is not None and now - since >= IDLE_SECONDS and known in self._served:
+            patience = IDLE_SECONDS if known.was_served else SILENT_SECONDS
+            if since is None or now - since < patience or known not in self._served:
+                continue
+            if not known.has_unread():
                 self._served.discard(known)
                 known.transport.abort()
                 return True

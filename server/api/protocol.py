@@ -5,7 +5,9 @@ has left, whatever he sent before.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import select
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD = 64 * 2**10  # bytes of request line and headers together
 MAX_WAITING = 64 * 2**10  # bytes of next requests that wait for an answer to end; the rest must be sent again
-LINGER_SECONDS = 2.0  # after a refusal, in which the client may read it before the connection goes
+LINGER_SECONDS = 5.0  # after a refusal, in which the client may read it before the connection goes
 HEAD_SECONDS = 30.0  # from a connection (or the first byte of a next request) to the end of its head
 
 
@@ -55,6 +57,19 @@ class BoundedHttp(HttpToolsProtocol):
         if self._answering is not None and not self._answering.response_complete:
             return None
         return self._quiet_since or None
+
+    @property
+    def was_served(self) -> bool:
+        """Whether it has had an answer already, so that it is only kept for a next request."""
+        return self._answering is not None
+
+    def has_unread(self) -> bool:
+        """Whether something has come that was only not read yet: this process may be late itself."""
+        with contextlib.suppress(OSError, ValueError):
+            look = select.poll()
+            look.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+            return bool(look.poll(0))
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, and with it the clock; the request that runs is told."""

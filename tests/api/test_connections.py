@@ -69,6 +69,7 @@ async def test_answers_that_run_are_not_disturbed(words: Path) -> None:
 async def test_the_idle_give_way(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent connections, halves of heads, and those that wait for a next request: the longest idle first."""
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.8)
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.8)
     async with (
         serving(words, connections=6) as api,
         silent(api, 2) as first,
@@ -94,3 +95,15 @@ async def test_a_flood_is_answered_to_the_last(words: Path) -> None:
         assert set(kinds) <= {b"200", b"503"} and kinds.count(b"200") >= 10
         assert time.monotonic() - begin < 10
         assert (await api.http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_a_first_request_has_more_time(
+    words: Path, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    """Than a next one, whose client knows that he may have to send it again."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.3)
+    async with serving(words, connections=1) as api, silent(api, 1, *[get("/version")] * served):
+        await asyncio.sleep(0.4)
+        reply = await answer_to(api.port, ONCE)
+        assert reply.startswith(b"HTTP/1.1 200 OK") if served else b" 503 " in reply
