@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
@@ -19,7 +18,6 @@ from tests.support.scripted import (
     BETA,
     EOS,
     HELLO,
-    IM_START,
     LLAMA,
     NEWLINE,
     NI_HAO,
@@ -131,6 +129,24 @@ def test_d3_one_by_one_is_the_full_decode_without_clean_up(
         assert stream_of(tokenizer, ids) == tokenizer.decode(ids) == want
 
 
+def test_d3_one_leading_space_is_dropped_at_most(sp_served: Path) -> None:
+    """Sentencepiece drops one in front of the text: not two, and none further on."""
+    tokenizer, reference = Tokenizer.from_folder(sp_served), load_reference_tokenizer(sp_served)
+    space = reference.convert_tokens_to_ids("▁")
+    word, rest = tokenizer.encode_rendered("the"), tokenizer.encode_rendered("the rain")
+    for ids, text in (
+        ([space, *word], " the"),
+        ([space, space, *word], "  the"),
+        ([space], ""),
+        ([1, space, *rest], " the rain"),
+        ([space, 1, *word], " the"),
+        ([*word, 2, *word, 0, space, *word], "the the  the"),
+        ([], ""),
+    ):
+        want = reference.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert stream_of(tokenizer, ids) == tokenizer.decode(ids) == want == text, ids
+
+
 def test_d3_echo_is_the_prompt_byte_for_byte(
     served: Serves, chain: Chain, smol: Path, tmp_path: Path
 ) -> None:
@@ -229,114 +245,6 @@ def test_d5_a_vocabulary_without_byte_fallback_leaves_such_pieces_as_text(tmp_pa
     assert "<0x41>" in [tokenizer.piece(token) for token in ids]
     assert stream_of(tokenizer, ids) == tokenizer.decode(ids) == reference.decode(ids)
     assert "<0x41>" in tokenizer.decode(ids)
-
-
-# ---- D6: special tokens in the output --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stop", [None, ["<|im_end|>"], ["<|im_start|>"]])
-def test_d6_special_tokens_inside_the_text(served: Serves, chain: Chain, stop: list[str] | None) -> None:
-    """Markers never show, still count, and naming one as a stop string does no harm.
-
-    A stop string is looked for in the text, and a marker is no part of it.
-    """
-    server = served(
-        chain((NEWLINE, HELLO, WORLD, IM_START, BETA, EOS)), Known([NEWLINE], "Hello worldbeta", 9)
-    )
-    for whole, streamed in (complete(server, [HELLO], stop=stop), chat(server, stop=stop)):
-        start = "Hello" if whole["object"].startswith("chat") else ""
-        assert whole["text"] == f"{start} worldbeta"
-        assert whole["finish"] == "stop"
-        assert whole["usage"]["completion_tokens"] == (5 if start else 4)
-        assert not any("<|" in delta for delta in streamed.deltas)
-
-
-def test_d6_scores_count_the_special_ids(served: Serves, chain: Chain) -> None:
-    """Logprobs have an entry for each id of usage, the marker and the end mark among them."""
-    server = served(
-        chain((NEWLINE, HELLO, WORLD, IM_START, BETA, EOS)), Known([NEWLINE], "Hello worldbeta", 9)
-    )
-    body: dict[str, Any] = {"prompt": [HELLO], "temperature": 0, "max_tokens": 9, "logprobs": 1}
-    answer = server.http.post("/v1/completions", json=body).json()
-    scores = answer["choices"][0]["logprobs"]
-    assert answer["usage"]["completion_tokens"] == len(scores["token_logprobs"]) == 4
-    assert all(-1e-3 < score <= 0 for score in scores["token_logprobs"])
-    messages = [{"role": "user", "content": "Say it."}]
-    body = {"messages": messages, "temperature": 0, "max_tokens": 9, "logprobs": True}
-    answer = server.http.post("/v1/chat/completions", json=body).json()
-    assert answer["choices"][0]["message"]["content"] == "Hello worldbeta"
-    assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["logprobs"]["content"]) == 5
-
-
-def test_d6_a_marker_as_a_stop_id_or_as_the_first_token(served: Serves, chain: Chain) -> None:
-    """`stop_token_ids` is how a marker ends an answer; one that comes first leaves an empty text."""
-    server = served(
-        chain((NEWLINE, HELLO, WORLD, IM_START, BETA, EOS)), Known([NEWLINE], "Hello worldbeta", 9)
-    )
-    whole, _ = complete(server, [HELLO], stop_token_ids=[IM_START])
-    assert (whole["text"], whole["finish"]) == (" world", "stop")
-    assert whole["usage"]["completion_tokens"] == 2
-    whole, _ = complete(server, [WORLD], max_tokens=1)
-    assert (whole["text"], whole["finish"], whole["usage"]["completion_tokens"]) == ("", "length", 1)
-
-
-# ---- D7: stop strings ------------------------------------------------------------------------------------
-
-D7 = (IM_START, HELLO, WORLD, 33203, 23960, 57, 58, EOS)  # Hello, " world", DEF, GH, I, J
-D7_TEXT = "Hello worldDEFGHIJ"
-
-
-@pytest.fixture
-def alphabet(served: Serves, chain: Chain) -> Served:
-    return served(chain(D7), Known([IM_START], D7_TEXT, 9))
-
-
-@pytest.mark.parametrize(
-    ("stop", "text", "tokens"),
-    [
-        (["EFGHI"], "Hello worldD", 5),
-        (["lo wo"], "Hel", 2),
-        (["world", "lo"], "Hel", 1),
-        (["lo", "world"], "Hel", 1),
-        (["nowhere"], D7_TEXT, 7),
-        (["Hello world!"], D7_TEXT, 7),  # held back to the last character, and then given after all
-        (["J"], "Hello worldDEFGHI", 6),
-        (["H"], "", 1),
-        ([D7_TEXT], "", 6),
-        ([" "], "Hello", 2),
-        (["GHI", "FG"], "Hello worldDE", 4),  # the one that is complete first
-        (["DEF", "worldDEF"], "Hello ", 3),  # of two complete at once the longer
-        ("EFGHI", "Hello worldD", 5),
-    ],
-)
-def test_d7_stop_strings(alphabet: Served, stop: Any, text: str, tokens: int) -> None:
-    """The earliest match wins, no delta shows any of it, and usage ends at the token that completed it."""
-    whole, streamed = complete(alphabet, [IM_START], stop=stop)
-    assert whole["text"] == text
-    assert whole["finish"] == "stop"
-    assert whole["usage"]["completion_tokens"] == tokens
-    shown = ""
-    for delta in streamed.deltas:
-        shown += delta
-        assert text.startswith(shown)
-
-
-def test_d7_stop_is_looked_for_in_generated_text_only(alphabet: Served) -> None:
-    """A stop string inside an echoed prompt, or half in it, does not count."""
-    whole, _ = complete(alphabet, [IM_START, HELLO], stop=["Hello"], echo=True, max_tokens=2)
-    assert whole["text"].endswith("Hello worldDEF")
-    assert whole["finish"] == "length"
-    for echo in (True, False):
-        whole, _ = complete(alphabet, [IM_START, HELLO], stop=["lo wor"], max_tokens=2, echo=echo)
-        assert whole["text"] == ("Hello" if echo else "") + " worldDEF"
-
-
-def test_d7_a_stop_in_one_choice_leaves_the_others(alphabet: Served) -> None:
-    """Prompts at different places of the script: the stop ends only where it comes."""
-    body = {"prompt": [[IM_START], [57], [33203]], "temperature": 0, "max_tokens": 9, "stop": ["GH"]}
-    choices = alphabet.http.post("/v1/completions", json=body).json()["choices"]
-    assert [choice["text"] for choice in choices] == ["Hello worldDEF", "J", ""]
-    assert [choice["finish_reason"] for choice in choices] == ["stop"] * 3
 
 
 # ---- the fixture itself

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from server.api.unsupported import CHAT as LACKING_CHAT
+from server.api.unsupported import COMPLETION as LACKING_COMPLETION
+from server.api.wire import ChatBody, CompletionBody
 from tests.support.refusals import (
     CHATS,
     COMPLETIONS,
@@ -125,6 +128,23 @@ def test_v8_what_asks_for_nothing_is_taken(server: Served) -> None:
             asked = fields if name == "all" else {name: value}
             reply = server.http.post(path, json={**GOOD[path], **asked})
             assert reply.status_code == 200, (name, reply.text)
+
+
+KNOWN_FIELDS = {*CompletionBody.model_fields, *ChatBody.model_fields, *LACKING_COMPLETION, *LACKING_CHAT}
+NULLS = sorted(KNOWN_FIELDS - {"prompt", "messages"})
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_v8_null_is_the_default_of_every_field(server: Served, path: str) -> None:
+    """Clients of typed languages send all of them."""
+    needed = {"prompt": [NEWLINE]} if path == COMPLETIONS else {"messages": MESSAGES}
+    assert len(NULLS) > 50
+    for nulls in (dict.fromkeys(NULLS), *({name: None} for name in NULLS)):
+        reply = server.http.post(path, json=needed | nulls)
+        assert reply.status_code == 200, (nulls, reply.text)
+        choice = reply.json()["choices"][0]
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        assert (text, choice["finish_reason"]) == ("Hello world", "stop")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
