@@ -178,10 +178,12 @@ class Preparer:
             at_least = self._tokenizer.min_tokens(content.encode())
             if at_least > variant.max_len:
                 raise too_long(name, f"at least {at_least}", variant.max_len)
-        return [
-            await self.tokenize(content, special=special, name=name)
-            for name, content in zip(names, texts, strict=True)
-        ]
+        encoded = []
+        for name, content in zip(names, texts, strict=True):
+            encoded.append(await self.tokenize(content, special=special, name=name))
+            if len(encoded[-1]) > variant.max_len:  # then the others need not be read
+                raise too_long(name, str(len(encoded[-1])), variant.max_len)
+        return encoded
 
     async def _echo(
         self, texts: Sequence[str], prompts: Sequence[Sequence[int]], located: bool

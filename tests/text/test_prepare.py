@@ -294,3 +294,22 @@ async def test_a_base_model_starts_and_only_chat_is_refused(tmp_path: Path) -> N
     with pytest.raises(RequestError, match="cannot chat"):
         await chat(preparer)
     await preparer.close()
+
+
+async def test_the_first_text_that_is_too_long_is_the_last_that_is_read(
+    preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred texts of which each is too long cost as much as one."""
+    read: list[str] = []
+    tokenize = preparer.tokenize
+
+    async def noted(content: str, **fields: Any) -> list[int]:
+        read.append(fields["name"])
+        return await tokenize(content, **fields)
+
+    monkeypatch.setattr(preparer, "tokenize", noted)
+    long = "a b " * CONTEXT
+    with pytest.raises(RequestError, match=r"prompt\[1\] has [0-9]+ tokens") as caught:
+        await completion(preparer, ["fine", *[long] * 100])
+    assert caught.value.code == "context_length_exceeded"
+    assert read == ["prompt[0]", "prompt[1]"]
