@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from server.text.tokenizer import Tokenizer
+from tests.support import checkpoints
+from tests.support.reference import load_reference_tokenizer
 from tests.support.scripted import (
     BETA,
     EOS,
@@ -20,6 +23,7 @@ from tests.support.scripted import (
 )
 from tests.support.server import Served
 from tests.support.standing import Known
+from tests.support.tokenizer_folders import byte_level
 
 Serves = Callable[..., Served]
 Chain = Callable[..., Path]
@@ -71,6 +75,24 @@ def test_d6_a_marker_as_a_stop_id_or_as_the_first_token(served: Serves, chain: C
     assert whole["usage"]["completion_tokens"] == 2
     whole, _ = complete(server, [WORLD], max_tokens=1)
     assert (whole["text"], whole["finish"], whole["usage"]["completion_tokens"]) == ("", "length", 1)
+
+
+def test_d6_added_tokens_that_are_not_special_are_text(served: Serves, tmp_path: Path) -> None:
+    """`<tool>` is a word that the checkpoint added, `<hidden>` a marker: only the second is left out."""
+    added = ({"content": "<tool>"}, {"content": "<hidden>", "special": True})
+    byte_level(added=added)(tmp_path)
+    newline, b, w = Tokenizer.from_folder(tmp_path).encode("\nbw")
+    tool, hidden = checkpoints.BPE_VOCAB, checkpoints.BPE_VOCAB + 1
+    script = [newline, b, tool, w, hidden, EOS]
+    checkpoints.make_chain(tmp_path, script, vocab=checkpoints.BPE_VOCAB + 2, max_position=256)
+    text = load_reference_tokenizer(tmp_path).decode(script[1:], skip_special_tokens=True)
+    assert text == "b<tool>w"
+    server = served(tmp_path, Known([newline], text, 9))
+    whole, _ = complete(server, [newline])
+    assert (whole["text"], whole["usage"]["completion_tokens"]) == (text, 5)
+    whole, _ = complete(server, [newline], stop=["ool"])
+    assert whole["text"] == "b<t"
+    assert complete(server, [newline], stop=["<hidden>"])[0]["text"] == text
 
 
 # ---- D7: stop strings ------------------------------------------------------------------------------------

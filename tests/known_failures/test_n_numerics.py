@@ -145,11 +145,12 @@ def test_n2_errs_no_more_than_transformers_in_the_same_dtype(tiny: Tiny, family:
 
 
 @pytest.mark.model
-def test_n2_the_default_model_in_bfloat16(smol: Path) -> None:
+@pytest.mark.parametrize("name", HALVES)
+def test_n2_the_default_model_in_half_precision(smol: Path, name: str) -> None:
     ids = load_reference_tokenizer(smol)("The capital of France is Paris, and that of Italy is").input_ids
-    decoder = load_decoder(smol, torch.bfloat16)
+    decoder = load_decoder(smol, HALVES[name])
     ours = run_alone(decoder, ids, native_heads(decoder))
-    theirs = load_reference(smol, torch.bfloat16).logits(ids)
+    theirs = load_reference(smol, HALVES[name]).logits(ids)
     assert_bf16_logits(ours, theirs, load_reference(smol).logits(ids))
 
 
