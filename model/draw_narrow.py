@@ -68,8 +68,7 @@ def _best_tokens(rows: Rows, needs_total: bool) -> _Best:
     seen = (logit >= edge).sum(-1, keepdim=True).clamp(min=1)
     certain = (logit > edge).sum(-1, keepdim=True)
     known = running.gather(1, seen - 1)
-    total = _roughly(rows) if needs_total else torch.full_like(known, _UNKNOWN).expand(-1, 2)
-    low = torch.maximum(total[:, :1], known) if needs_total else known
+    total = _roughly(rows) if needs_total else torch.cat([known, torch.full_like(known, _UNKNOWN)], dim=1)
     return _Best(
         token=token,
         weight=weight,
@@ -77,7 +76,7 @@ def _best_tokens(rows: Rows, needs_total: bool) -> _Best:
         seen=seen,
         certain=certain,
         edge=rows.depth(edge).exp_(),
-        total=torch.cat([low, total[:, 1:]], dim=1),
+        total=total,
     )
 
 

@@ -88,7 +88,7 @@ def _best(buckets: _Buckets, count: Tensor) -> Tensor:
 
 def _sorted_members(buckets: _Buckets, at: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens `[D, n]` of each row's bucket `at` `[D, 1]` in the order of draws, and the running sums of
-    their units; n is the most that a row has, and a row with fewer ends in tokens 0 of no weight."""
+    their units; n is the most that a row has, and what comes after a row's own means nothing."""
     row, token = torch.nonzero(buckets.bucket == at, as_tuple=True)
     held = torch.bincount(row, minlength=at.shape[0])[:, None]
     first = held.cumsum(0) - held
@@ -97,6 +97,5 @@ def _sorted_members(buckets: _Buckets, at: Tensor) -> tuple[Tensor, Tensor]:
     keys = torch.full((at.shape[0], longest), _EMPTY, dtype=torch.int64, device=row.device)
     keys[row, place] = order_keys(buckets.logits[row, token], token)
     keys = keys.sort(-1, descending=True).values
-    real = keys != _EMPTY
-    ids = torch.where(real, key_tokens(keys), 0)
-    return ids, (buckets.units.gather(1, ids) * real).cumsum(-1)
+    ids = torch.where(keys != _EMPTY, key_tokens(keys), 0)
+    return ids, buckets.units.gather(1, ids).cumsum(-1)

@@ -141,6 +141,13 @@ def test_the_best_few_decide_the_usual_rows(kind: str, setting: Row, at_least: f
     assert sure.double().mean() >= at_least
 
 
+def test_top_p_keeps_a_token_for_the_least_part_of_a_unit() -> None:
+    """Half the weight is the first of two equal tokens; a hair more takes both."""
+    logits = torch.full((2, BIG), -torch.inf)
+    logits[:, [5, 900]] = 0.25
+    assert draw(logits, [{"u": 0.99, "top_p": 0.5}, {"u": 0.99, "top_p": 0.5 + 2.0**-49}]) == [5, 900]
+
+
 def test_a_broken_row_hurts_no_other_in_the_wide_way() -> None:
     logits = logits_of("nearly flat", 6, BIG, seed=8)
     rows: list[Row] = [{"u": u} for u in (0.1, 0.5, 0.9)] * 2
