@@ -9,7 +9,7 @@ from loadtest.fuzz_wire import Answer, Call
 
 # It says that it cannot serve now: by design, and named in the summary if it is met at all.
 BY_DESIGN = {
-    503: {"shutting_down", "engine_unavailable", "aborted", "too_many_connections"},
+    503: {"shutting_down", "engine_unavailable", "aborted", "too_many_connections", "too_many_bodies"},
     504: {"deadline_exceeded"},
 }
 REASONS = {"stop", "length"}

@@ -42,9 +42,10 @@ class Setup:
     """What is served and how hard it is tried. The pool must hold the longest request, not the crowd."""
 
     model: str = "smollm2-135m"
-    kv_memory: str = "56MiB"
+    kv_memory: str = "48MiB"
     max_model_len: int = 512
     max_num_seqs: int = 16
+    block_size: int = 8  # tokens; small, so that sequences ask for blocks often and meet a full pool
     clients: int = 32
     minutes: float = 30.0
     seed: int = 1
@@ -55,7 +56,8 @@ class Setup:
         """For `headroom serve`."""
         flags = ["--dtype", "float32", "--attention", ",".join(MODES), "--head-map", "mean"]
         flags += ["--kv-memory", self.kv_memory, "--max-model-len", str(self.max_model_len)]
-        flags += ["--max-num-seqs", str(self.max_num_seqs), "--log-level", "warning"]
+        flags += ["--max-num-seqs", str(self.max_num_seqs), "--block-size", str(self.block_size)]
+        flags += ["--log-level", "warning"]
         return flags + ([] if self.threads is None else ["--threads", str(self.threads)])
 
 
@@ -70,6 +72,7 @@ class Course:
     streamed: int = 0
     tokens: int = 0
     samples: list[Sample] = field(default_factory=list)
+    ends: float = 0.0  # on the monotonic clock; moved forward if the server is gone
 
     @property
     def requests(self) -> int:
@@ -94,12 +97,11 @@ def solo(server: OwnServer, asks: Sequence[Ask]) -> dict[str, Heard]:
 
 async def crowd(server: OwnServer, setup: Setup, asks: Sequence[Ask], truth: dict[str, Heard]) -> Course:
     """Clients ask at random until the time is up, then wait for what they have asked."""
-    course = Course()
-    ends = time.monotonic() + setup.minutes * 60
+    course = Course(ends=time.monotonic() + setup.minutes * 60)
     watch = asyncio.create_task(_watch(server, course))
     try:
         numbers = range(setup.clients)
-        clients = [_client(server.port, setup, number, ends, asks, truth, course) for number in numbers]
+        clients = [_client(server.port, setup, number, asks, truth, course) for number in numbers]
         await asyncio.gather(*clients)
     finally:
         watch.cancel()
@@ -107,16 +109,10 @@ async def crowd(server: OwnServer, setup: Setup, asks: Sequence[Ask], truth: dic
 
 
 async def _client(
-    port: int,
-    setup: Setup,
-    number: int,
-    ends: float,
-    asks: Sequence[Ask],
-    truth: dict[str, Heard],
-    course: Course,
+    port: int, setup: Setup, number: int, asks: Sequence[Ask], truth: dict[str, Heard], course: Course
 ) -> None:
     draw = random.Random(f"soak-{setup.seed}-{number}")
-    while time.monotonic() < ends:
+    while time.monotonic() < course.ends:
         one = draw.choice(asks)
         body = {**one.body, "priority": draw.choice(PRIORITIES)}
         try:
@@ -141,7 +137,12 @@ async def _watch(server: OwnServer, course: Course) -> None:
     began = said = time.monotonic()
     while True:
         await asyncio.sleep(SAMPLE_SECONDS)
-        course.samples.append(Sample(course.requests, server.memory()))
+        try:
+            course.samples.append(Sample(course.requests, server.memory()))
+        except ServerFault as error:
+            course.refused[str(error)] += 1
+            course.ends = 0.0
+            return
         if time.monotonic() - said >= SAY_SECONDS:
             said = time.monotonic()
             judged, mib = course.judgement, course.samples[-1].bytes / 2**20
@@ -171,7 +172,8 @@ def settle(server: OwnServer, course: Course) -> tuple[list[dict[str, Any]], lis
 
 
 def run(setup: Setup) -> dict[str, Any]:
-    """The whole soak: its result, with `passed` and, if it did not, `problems`."""
+    """The whole soak: its result, with `passed` and, if it did not, `problems`. Raises ServerFault if the
+    server is gone, or refuses what is asked alone."""
     began = time.monotonic()
     with own_server(setup.model, setup.flags()) as server:
         asks = catalogue(server.get("/v1/models")["data"][0]["id"].partition("@")[0])
@@ -257,16 +259,19 @@ def main() -> int:
     parser.add_argument("--json", default=str(ROOT / RESULT), metavar="FILE", help="default: %(default)s")
     options = parser.parse_args()
     leave_on_sigterm()
-    found = run(
-        Setup(
-            model=options.model,
-            kv_memory=options.kv_memory,
-            clients=options.clients,
-            minutes=options.minutes,
-            seed=options.seed,
-            threads=options.threads,
-        )
+    setup = Setup(
+        model=options.model,
+        kv_memory=options.kv_memory,
+        clients=options.clients,
+        minutes=options.minutes,
+        seed=options.seed,
+        threads=options.threads,
     )
+    try:
+        found = run(setup)
+    except ServerFault as error:
+        print(f"the soak failed: {error}", file=sys.stderr)
+        return 1
     Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(
         f"{found['answers']:,} answers of {found['requests']:,} requests in "

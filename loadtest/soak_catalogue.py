@@ -1,6 +1,6 @@
 """What the soak asks: a fixed catalogue of requests that between them use everything a request may say.
 
-Each kind is asked of each attention mode. Answers are short, so that sequences come and go all the time;
+Each kind is asked of each attention mode. Most answers are short, so that sequences come and go all the time;
 prompts share beginnings, so that blocks are shared, copied and given up.
 """
 
@@ -83,10 +83,10 @@ KINDS: tuple[tuple[str, bool, Callable[[int], Fields]], ...] = (
     ("greedy", True, lambda i: _completion(i)),
     ("greedy chat", True, lambda i: _chat(i)),
     ("shared prefix", True, lambda i: _shared(i)),
-    ("long prompt", True, lambda i: _completion(i, prompt=f"{PREFIX} {PREFIX} {_line(i)}", max_tokens=48)),
+    ("long prompt", True, lambda i: _completion(i, prompt=f"{PREFIX} {PREFIX} {_line(i)}", max_tokens=80)),
     ("two prompts", True, lambda i: _completion(i, prompt=[_line(i), _line(i + 1)])),
     ("prompt of ids", True, lambda i: _completion(i, prompt=[5 + i, 60, 61, 62, 63, 64, 65])),
-    ("seed", True, lambda i: _completion(i, **_drawn(i, max_tokens=48))),
+    ("seed", True, lambda i: _completion(i, **_drawn(i, max_tokens=80))),
     ("seed, all tokens", True, lambda i: _completion(i, **_drawn(i, top_k=0))),
     ("seed, top_p, top_k", True, lambda i: _chat(i, **_drawn(i, top_p=0.9))),
     ("seed, min_p", True, lambda i: _shared(i, **_drawn(i, temperature=1.2, min_p=0.05))),
@@ -95,7 +95,7 @@ KINDS: tuple[tuple[str, bool, Callable[[int], Fields]], ...] = (
     ("stop strings", True, lambda i: _shared(i, stop=[" the", "\n\n"], max_tokens=32)),
     ("stop strings, shown", True, lambda i: _chat(
         i, **_drawn(i, stop=["e", "a t"], min_tokens=4, include_stop_str_in_output=True))),
-    ("no early end", True, lambda i: _chat(i, ignore_eos=True, max_tokens=40)),
+    ("no early end", True, lambda i: _chat(i, ignore_eos=True, max_tokens=80)),
     ("penalties", False, lambda i: _completion(
         i, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5, max_tokens=40)),
     ("bias", False, lambda i: _completion(i, **_drawn(i, logit_bias={"10": -100, "20": 3, "30": 1.5}))),

@@ -1,4 +1,4 @@
-"""The short form of `make soak`, and that it would notice another text, a grown server, a draw that was no tie."""
+"""The short form of `make soak`, and that it notices another text, a grown server, a draw that was no tie."""
 
 from __future__ import annotations
 
