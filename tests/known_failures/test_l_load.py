@@ -176,7 +176,7 @@ async def leaves_soon(server: RunningServer, request: bytes) -> None:
             await asyncio.sleep(0.3)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_l3_five_hundred_at_once_of_whom_half_leave(tight: RunningServer, stream: bool) -> None:
     """Each that stays is answered, or told 429 or 503 with an error body and when to come back."""
     body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": stream}

@@ -64,7 +64,7 @@ def read_one(
         out.append(read_stream(lines()))
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_l5_told_to_stop_lets_streams_finish(folder: Path, sign: signal.Signals) -> None:
     """New work is refused at once, streams in flight end as they would have, the exit code is 0."""
     with running(folder, *FLAGS, "--grace", "30") as server:
@@ -118,6 +118,7 @@ def test_l5_the_second_signal_does_not_wait(folder: Path) -> None:
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.slow
 def test_l5_told_to_stop_with_requests_waiting(folder: Path) -> None:
     """A sibling: the queue is drained too, and a client that waits in it is told, not left."""
     with running(folder, *FLAGS, "--grace", "0.5", "--max-num-seqs", "1") as server:
