@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 from pathlib import Path
 
@@ -88,6 +89,31 @@ async def test_keys(words: Path) -> None:
             for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
                 check_error(await api.http.post(path, json=GOOD, headers=headers), 401)
         assert len(api.service.requests) == 2
+
+
+async def test_every_key_is_compared_whatever_comes(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the time of an answer tells neither which key was right nor how much of one: digests of one
+    length, each compared in constant time, and all of them each time."""
+    compared: list[tuple[int, int]] = []
+    compare = hmac.compare_digest
+
+    def counted(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return compare(a, b)
+
+    monkeypatch.setattr("server.api.guard.hmac.compare_digest", counted)
+    async with serving(words, api_keys=("k-one", "k-two", "k-three")) as api:
+        for value in (
+            "Bearer k-one",
+            "Bearer k-three",
+            "Bearer k-four",
+            "Basic k-one",
+            "",
+            "x" * 5000,
+        ):
+            compared.clear()
+            await api.http.get("/version", headers={"authorization": value})
+            assert compared == [(32, 32)] * 3, value
 
 
 def test_a_key_id_tells_nothing() -> None:
