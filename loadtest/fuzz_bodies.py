@@ -120,10 +120,10 @@ def body_calls(document: dict[str, Any], start: int, count: int) -> Iterator[Cal
         _several, _bytes, _coded, _cut, _twice, _header, _type, _method, _query, _hostile, _chunked, _plain,
     )  # fmt: skip
     for number in range(count):
-        if number % 2 == 0 and single:
+        if number % 3 and single:
             path, name, value = single.pop()
             yield _post("a field's value", path, _body(POSTS[path][1] | {name: value}))
-        elif number % 997 == 1:
+        elif number % 996 == 0:
             yield _huge(draw, number)
         else:
             path, names = fields[_skewed(draw)]
@@ -278,4 +278,4 @@ def _huge(draw: random.Random, number: int) -> Call:
         b'{"prompt": "x", "max_tokens": 1' + b" " * (15 << 20) + b"}",
         b"[" * (1 << 20),
     )
-    return _post("absurd sizes", "/v1/completions", kinds[number // 997 % len(kinds)])
+    return _post("absurd sizes", "/v1/completions", kinds[number // 996 % len(kinds)])

@@ -23,7 +23,7 @@ from typing import Any
 
 from loadtest.own_server import OwnServer, ServerFault, leave_on_sigterm, own_server
 from loadtest.soak_catalogue import MODES, Ask, catalogue
-from loadtest.soak_client import Heard, Refused, ask, leave
+from loadtest.soak_client import ANSWER_SECONDS, Heard, Refused, ask, leave
 from loadtest.soak_judge import NEAR_TIE, Judgement, scored_body, tie_gap
 from loadtest.soak_memory import Sample, growth
 from server.tools.compare.machine import commit, now, this_machine
@@ -117,8 +117,8 @@ async def _client(
         body = {**one.body, "priority": draw.choice(PRIORITIES)}
         try:
             if not one.whole and draw.random() < SHARE_LEFT:
-                wait, read = draw.uniform(0, setup.patience), draw.randrange(24)
-                course.left[await leave(port, one.path, body, wait, read)] += 1
+                wait = draw.uniform(0, setup.patience) if draw.random() < 0.5 else ANSWER_SECONDS
+                course.left[await leave(port, one.path, body, wait, draw.randrange(24))] += 1
                 continue
             stream = not one.whole and draw.random() < 0.7
             heard = await ask(port, one.path, body, stream)
