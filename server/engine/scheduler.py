@@ -199,8 +199,7 @@ class Scheduler:
     def _open(self, sequence: Sequence, reserve: int) -> bool:
         """Give the head of the queue its place: beside a sibling that knows the prompt, or by itself."""
         shared = len(sequence.prompt) - 1  # the last prompt token runs again, to give its logits
-        alone = shared == 0 or sequence.readable is not None
-        siblings = [] if alone else [s for s in sequence.work.siblings(sequence) if s.slot is not None]
+        siblings = [s for s in sequence.work.siblings(sequence) if s.slot is not None] if shared else []
         parent = next((s for s in siblings if s.computed >= shared), None)
         if parent is None and siblings:
             return False  # one of them is in its prefill; sharing it is cheaper than doing it again

@@ -268,6 +268,23 @@ def test_a_step_that_fails_scores_nothing_twice(small: Path, oracle: Oracle, at:
     assert engine.stats().failed_steps == 1
 
 
+def test_a_choice_that_ended_with_its_sibling_does_not_fail_too(small: Path) -> None:
+    """Prompts of one token run side by side: the step fails, then the second choice alone. Its sibling has
+    ended both by then."""
+    engine = checked(fp32_engine(small)[0])
+    calls = [0]
+
+    def failing(batch: Any) -> None:
+        calls[0] += 1
+        if calls[0] in (1, 3):
+            raise RuntimeError("a fault on purpose")
+
+    on_batches(engine, failing)
+    (answers,) = run(engine, [greedy_request((5,), 0, n=2, prompt_logprobs=1)])
+    assert [answer.finish for answer in answers] == [FinishReason.LENGTH] * 2
+    assert engine.dead is None and calls == [3] and manager_of(engine).live_blocks == 0
+
+
 def test_a_broken_logit_in_a_prompt_fails_its_choice_alone(small: Path, oracle: Oracle) -> None:
     """NaN after the prompt's 31st token, from which nothing is drawn: its score would be a lie."""
     engine = checked(fp32_engine(small)[0])
