@@ -24,8 +24,11 @@ from server.engine.errors import ConfigError, Draining, EngineDead, QueueFull
 from server.engine.inbox import Abort, Ask, Command, Inbox, Stop, Submit, refuse_asks, take
 from server.engine.pace import Pace
 from server.engine.request import Request, TokenEvent, failed
+from server.engine.sharing import Shared
 from server.engine.stats import EngineStats, Health, Status
 from server.engine.stream import TokenStream
+
+_QUESTIONS = 4  # answered between two steps
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,6 +66,7 @@ class EngineService:
         self._pace = Pace()
         self._deadline: float | None = None  # set when it stops: when the rest is aborted (monotonic, s)
         self._changed = asyncio.Event()
+        self._reports = Shared(lambda: self._ask(lambda engine: engine.report(False)))
 
     # ---- the loop's side ----
 
@@ -100,7 +104,7 @@ class EngineService:
     async def report(self, check: bool = False) -> CacheReport:
         """The cache as it is between two steps; `check` reconciles every block first (CacheError if the
         books are wrong). Raises EngineDead."""
-        return await self._ask(lambda engine: engine.report(check))
+        return await (self._ask(lambda engine: engine.report(True)) if check else self._reports.get())
 
     async def blocks(self, offset: int, limit: int) -> BlockPage:
         """A page of the block table, as it is between two steps. Raises EngineDead."""
@@ -226,13 +230,16 @@ class EngineService:
         return _Snapshot(self._engine.stats(), self._engine.live_bytes(), accepted)
 
     def _take_commands(self) -> bool:
-        """Does all that the inbox says; sleeps there while there is nothing to do. False: it says stop."""
+        """Does what the inbox says; sleeps there while there is nothing to do. False: it says stop. Questions
+        are answered a few at a time: those who ask must not keep those who wait for tokens."""
         wait = not self._engine.has_work
-        while (command := take(self._inbox, wait=wait)) is not None:
+        asked = 0
+        while asked < _QUESTIONS and (command := take(self._inbox, wait=wait)) is not None:
             if isinstance(command, Stop):
                 return False
             self._obey(command)
             wait = False
+            asked += isinstance(command, Ask)
         return True
 
     def _obey(self, command: Command) -> None:

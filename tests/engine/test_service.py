@@ -201,6 +201,53 @@ async def test_reports_come_while_others_stream(engine: Engine, service: EngineS
     await stream.aclose()
 
 
+async def test_askers_do_not_keep_those_who_wait_for_tokens(engine: Engine, service: EngineService) -> None:
+    """Questions that come as fast as they are answered, and dear ones: every step still comes after four at
+    most, and a hundred who want the report at once cost two of them."""
+    reports = 0
+    report = engine.report
+
+    def counted(check: bool = False) -> Any:
+        nonlocal reports
+        reports += 1
+        return report(check)
+
+    engine.report = counted  # type: ignore[method-assign]
+    asked = 0
+
+    async def pesters() -> None:
+        nonlocal asked
+        while True:
+            await service.blocks(0, 10)
+            asked += 1
+
+    pests = [asyncio.ensure_future(pesters()) for _ in range(50)]
+    await until(lambda: asked > 100)
+    stream = await service.submit(greedy_request(prompt_of(10), 30))
+    asked = 0
+    tokens = await asyncio.wait_for(collect(stream), 20)
+    assert len(tokens) == 30 and 0 < asked <= 30 * 4 + 60
+    for pest in pests:
+        pest.cancel()
+    got = await asyncio.gather(*(service.report() for _ in range(100)))
+    assert reports == 2 and len({id(one) for one in got}) == 2
+
+
+async def test_a_shared_report_is_never_older_than_its_question(
+    engine: Engine, service: EngineService
+) -> None:
+    slow(engine)
+    early = asyncio.ensure_future(service.report())
+    await asyncio.sleep(0)
+    stream = await service.submit(long_request())
+    await anext(stream)
+    assert (await service.report()).states.live.blocks > 0
+    await stream.aclose()
+    await until(lambda: service.health().running == 0)
+    assert (await service.report()).states.live.blocks == 0
+    assert (await early).states.live.blocks == 0
+
+
 async def test_a_failing_question_harms_nobody(engine: Engine, service: EngineService) -> None:
     def broken(*args: Any) -> Any:
         raise RuntimeError("a fault on purpose")
