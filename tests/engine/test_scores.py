@@ -187,8 +187,8 @@ def close(told: TokenScore | None, right: TokenScore | None) -> bool:
     )
 
 
-@pytest.mark.parametrize("blocks", [24, 40, 200])
-@pytest.mark.parametrize("chunk", [16, 40, 512])
+@pytest.mark.parametrize("blocks", [24, 200])
+@pytest.mark.parametrize("chunk", [16, 512])
 def test_scores_do_not_depend_on_company_chunks_or_preemption(small: Path, blocks: int, chunk: int) -> None:
     requests = scored_crowd(70)
     alone = fp32_engine(small, prefix_cache=False, **MODES)[0]
