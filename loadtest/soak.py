@@ -179,6 +179,7 @@ def run(setup: Setup) -> dict[str, Any]:
         asks = catalogue(server.get("/v1/models")["data"][0]["id"].partition("@")[0])
         truth = solo(server, asks)
         warm = time.monotonic()
+        print(f"{len(truth)} requests asked alone in {warm - began:.0f} s", flush=True)
         preempted = server.counter("headroom:num_preemptions_total")
         course = asyncio.run(crowd(server, setup, asks, truth))
         loaded = time.monotonic() - warm
