@@ -33,20 +33,20 @@ async def frames(api: Api, path: str, **fields: Any) -> list[str]:
 
 @pytest.mark.parametrize("path", [C, CC])
 async def test_comments_before_and_between_tokens(words: Path, path: str) -> None:
-    async with serving(words, FakeService(pace=0.25), keep_alive_seconds=0.1) as api:
-        told = await frames(api, path, max_tokens=3)
+    async with serving(words, FakeService(pace=0.5), keep_alive_seconds=0.1) as api:
+        told = await frames(api, path, max_tokens=2)
         assert told[:2] == [COMMENT] * 2, "while the first token is awaited"
         kinds = [part == COMMENT for part in told]
         first = kinds.index(False)
         assert any(kinds[first:]), "and while the next one is"
         chunks = [json.loads(part.removeprefix("data: ")) for part in told if part != COMMENT]
-        assert "".join(text_of(chunk["choices"][0]) for chunk in chunks) == "abc"
+        assert "".join(text_of(chunk["choices"][0]) for chunk in chunks) == "ab"
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 async def test_no_comments_where_tokens_come(words: Path) -> None:
-    async with serving(words, FakeService(pace=0.02), keep_alive_seconds=0.5) as api:
-        assert COMMENT not in await frames(api, C, max_tokens=40)  # 0.8 s
+    async with serving(words, FakeService(pace=0.02), keep_alive_seconds=1.0) as api:
+        assert COMMENT not in await frames(api, C, max_tokens=60)  # 1.2 s at least
 
 
 @pytest.mark.parametrize("path", [C, CC])
@@ -93,14 +93,14 @@ async def test_the_openai_client_skips_comments(words: Path, path: str) -> None:
 @pytest.mark.parametrize("path", [C, CC])
 async def test_the_deadline_of_a_whole_answer(words: Path, path: str) -> None:
     service = FakeService(pace=0.02)
-    async with serving(words, service, request_seconds=0.3) as api:
+    async with serving(words, service, request_seconds=1.0) as api:
         assert (await api.http.post(path, json=asked(path))).status_code == 200
         assert service.aborted == []
         begin = time.monotonic()
         error = check_error(await api.http.post(path, json=asked(path, max_tokens=1000)), 504)
-        assert 0.3 <= time.monotonic() - begin < 1.5
+        assert 1.0 <= time.monotonic() - begin < 8
         assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
-        assert "0.3 s" in error["message"] and "--request-timeout" in error["message"]
+        assert "1 s" in error["message"] and "--request-timeout" in error["message"]
         assert service.aborted[0] == (service.requests[-1].id, None) and service.running == 0
         assert 'headroom:requests_total{outcome="timeout"} 1.0' in (await api.http.get("/metrics")).text
 
@@ -108,16 +108,16 @@ async def test_the_deadline_of_a_whole_answer(words: Path, path: str) -> None:
 async def test_the_deadline_of_a_stream(words: Path) -> None:
     """In mid-stream an event; before anything was said an HTTP error; among comments an event again."""
     service = FakeService(pace=0.02)
-    async with serving(words, service, request_seconds=0.3, keep_alive_seconds=0.1) as api:
+    async with serving(words, service, request_seconds=0.6, keep_alive_seconds=0.2) as api:
         chunks = await events(api, C, asked(C, max_tokens=1000))
         assert chunks[-1]["error"]["code"] == "deadline_exceeded"
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
         assert len(chunks) > 3 and service.running == 0
-        service.pace = 0.5
+        service.pace = 0.9
         *comments, last = await frames(api, C)
         assert set(comments) == {COMMENT}
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
-    async with serving(words, FakeService(pace=0.5), request_seconds=0.3) as api:
+    async with serving(words, FakeService(pace=0.9), request_seconds=0.6) as api:
         error = check_error(await api.http.post(C, json=asked(C, stream=True)), 504)
         assert error["code"] == "deadline_exceeded"
         assert 'headroom:requests_total{outcome="timeout"} 1.0' in (await api.http.get("/metrics")).text
@@ -144,7 +144,7 @@ async def test_the_deadline_counts_from_the_arrival(words: Path, monkeypatch: py
         monkeypatch.setattr(api.state.preparer, "completion", slow)
         begin = time.monotonic()
         check_error(await api.http.post(C, json=asked(C)), 504)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 4
         assert api.service.requests == []
 
 
