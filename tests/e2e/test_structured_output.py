@@ -296,7 +296,7 @@ async def test_the_official_client_with_asyncio(served: Served) -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_200_random_schemas_on_the_default_model(smol: Path) -> None:
     check_random_schemas(smol, 200, blocks=31, dtype="bfloat16")
 

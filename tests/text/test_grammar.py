@@ -133,10 +133,16 @@ async def test_a_grammar_that_takes_too_long_is_ended_and_the_loop_goes_on(gramm
     assert await hold(grammars, regex="b")
 
 
-async def test_a_grammar_that_takes_too_much_memory_is_ended(source: GrammarSource) -> None:
-    grammars = Grammars(source, GrammarLimits(memory_bytes=4 * 2**20))
-    assert "4 MiB" in await refusal(grammars, json={"type": "integer", "multipleOf": 99991})
+@pytest.mark.parametrize("limit", [{"memory_bytes": 4 * 2**20}, {"cpu_seconds": 0.1}])
+async def test_each_limit_ends_a_grammar_by_itself(source: GrammarSource, limit: dict[str, Any]) -> None:
+    """Half a second and 45 MB for this one."""
+    dear = {"type": "integer", "multipleOf": 99991}
+    grammars = Grammars(source, GrammarLimits(**limit))
+    assert "it takes more than" in await refusal(grammars, json=dear)
     await grammars.close()
+    roomy = Grammars(source, GrammarLimits(cpu_seconds=60))
+    assert await hold(roomy, json=dear)
+    await roomy.close()
 
 
 async def test_a_second_equal_request_compiles_nothing(grammars: Grammars) -> None:
