@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from server.api.call import Call
 from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, json_response
 from server.api.logprobs import prompt_logprobs, scored
+from server.api.pieces import large_response
 from server.api.shapes import Shape, Tokens
 from server.api.state import ApiState
 from server.api.stream import KEEP_ALIVE, EventStream, end, until_gone
@@ -117,7 +119,8 @@ class Answer:
                 for index in range(len(texts))
             ]
             head = {**self._head, "object": self._shape.whole_object}
-            return json_response({**head, "choices": choices, "usage": usage})
+            body = {**head, "choices": choices, "usage": usage}
+            return large_response(body) if any(told) else json_response(body)
 
         return await asyncio.to_thread(put_together) if any(told) else put_together()
 
@@ -125,7 +128,7 @@ class Answer:
         scores, tokenizer = self._prepared.scores, self._state.tokenizer
         tokens: Tokens = None
         if scores.output is not None:
-            tokens = [token for news in told for token in scored(self._prepared, tokenizer, news)]
+            tokens = chain.from_iterable(scored(self._prepared, tokenizer, news) or () for news in told)
         choice = self._shape.whole(index, text, finish, tokens)
         if scores.prompt is None:
             return choice
@@ -152,7 +155,7 @@ class Answer:
             while not isinstance(item, Done):
                 self._clock.tokens(item.index, len(item.tokens))
                 news = b""
-                tokens = scored(self._prepared, self._state.tokenizer, item) or None
+                tokens = scored(self._prepared, self._state.tokenizer, item)
                 if item.text or tokens is not None:
                     news = chunk(self._shape.delta(item.index, item.text, tokens))
                 if item.finish_reason is not None:
@@ -216,4 +219,5 @@ def outcome_of(error: BaseException) -> str:
 
 def _event(body: dict[str, Any]) -> bytes:
     # ASCII only: some clients take U+2028 or U+0085 for the end of a line.
-    return b"data: " + json.dumps(body, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    text = json.dumps(body, allow_nan=False, separators=(",", ":"), default=list)  # of iterators
+    return b"data: " + text.encode() + b"\n\n"

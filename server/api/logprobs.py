@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from server.engine.request import TokenScore
@@ -28,38 +29,40 @@ class Scored:
     offset: int
 
 
-def scored(prepared: Prepared, tokenizer: Tokenizer, news: ChoiceDelta) -> list[Scored]:
-    """The tokens that `news` brings; those of an echoed prompt first. Nothing if the answer tells none."""
+def scored(prepared: Prepared, tokenizer: Tokenizer, news: ChoiceDelta) -> Iterator[Scored] | None:
+    """The tokens that `news` brings, those of an echoed prompt first, one at a time; None if there are none
+    to tell of."""
     best, echo = prepared.scores.output, prepared.echo_of(news.index)
     if best is None:
-        return []
-    found: list[Scored] = []
-    if echo is not None and news.prompt_scores is not None:
-        prompt = prepared.prompts[news.index // prepared.n]
-        read = zip(prompt, news.prompt_scores, echo.offsets, strict=True)
-        found += [_scored(tokenizer, token, score, offset, best) for token, score, offset in read]
+        return None
     written = zip(news.tokens, news.scores, news.offsets, strict=True)
-    return found + [_scored(tokenizer, token, score, offset, best) for token, score, offset in written]
+    if echo is None or news.prompt_scores is None:
+        return _all_scored(tokenizer, written, best) if news.scores else None
+    prompt = prepared.prompts[news.index // prepared.n]
+    read = zip(prompt, news.prompt_scores, echo.offsets, strict=True)
+    return _all_scored(tokenizer, chain(read, written), best)
 
 
 def chat_logprobs(tokens: Iterable[Scored]) -> _Logprobs:
-    """`logprobs` of a chat's choice, or of what a chunk adds to it."""
-    content = [
+    """`logprobs` of a chat's choice, or of what a chunk adds to it; the list is an iterator, as a million
+    small objects would be in everybody's way."""
+    content = (
         {
             **_entry(token.text, FLOOR if token.logprob is None else token.logprob),
             "top_logprobs": [_entry(text, logprob) for text, logprob in token.top],
         }
         for token in tokens
-    ]
+    )
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokens: Sequence[Scored]) -> _Logprobs:
+def completion_logprobs(of: Iterable[Scored]) -> _Logprobs:
     """`logprobs` of a completion's choice, or of what a chunk adds to it: lists in step with each other.
 
     The likeliest are an object by token, which the token itself always belongs to. As there is no room for
     bytes beside a token, one that is not whole text is spelled by them.
     """
+    tokens = list(of)
     return {
         "tokens": [_spelled(token.text) for token in tokens],
         "token_logprobs": [None if token.logprob is None else _floored(token.logprob) for token in tokens],
@@ -70,13 +73,18 @@ def completion_logprobs(tokens: Sequence[Scored]) -> _Logprobs:
 
 def prompt_logprobs(
     ids: Sequence[int], scores: PromptScores, best: int, tokenizer: Tokenizer
-) -> list[_Logprobs | None]:
+) -> Iterator[_Logprobs | None]:
     """vLLM's field: for each prompt token an object by id, of the token itself and the `best` likeliest; the
     first is null. `rank` counts from 1, and is null where the token is not among the likeliest."""
-    return [
-        None if score is None else _by_id(token, score, best, tokenizer)
-        for token, score in zip(ids, scores, strict=True)
-    ]
+    for token, score in zip(ids, scores, strict=True):
+        yield None if score is None else _by_id(token, score, best, tokenizer)
+
+
+def _all_scored(
+    tokenizer: Tokenizer, rows: Iterable[tuple[int, TokenScore | None, int]], best: int
+) -> Iterator[Scored]:
+    for token, score, offset in rows:
+        yield _scored(tokenizer, token, score, offset, best)
 
 
 def _scored(tokenizer: Tokenizer, token: int, score: TokenScore | None, offset: int, best: int) -> Scored:

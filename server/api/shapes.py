@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from server.api.logprobs import Scored, chat_logprobs, completion_logprobs
 
-Tokens = Sequence[Scored] | None
+Tokens = Iterable[Scored] | None
 """What an answer tells of its tokens: None where it was not asked to."""
 
 

