@@ -18,11 +18,12 @@ PINS := pyproject.toml constraints.txt constraints-cpu.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help serve chat fetch test test-slow test-all lint format types imports check load cache-page fuzz soak clean
+.PHONY: help serve chat fetch test test-slow test-all lint format types imports check load cache-page fuzz soak \
+        reliability-page clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
-		while IFS='|' read -r name what; do printf '%-18s %s\n' "$$name" "$$what"; done
+		while IFS='|' read -r name what; do printf '%-23s %s\n' "$$name" "$$what"; done
 
 serve: $(VENV)/.ready-run ## serve the default model on http://127.0.0.1:8000
 	@exec $(BIN)/headroom serve $(MODEL) $(ARGS)
@@ -71,6 +72,9 @@ fuzz: $(VENV)/.ready-test ## twenty thousand requests that nobody should send, t
 
 soak: $(VENV)/.ready-test ## half an hour of a crowd, every answer compared with its solo run
 	@$(BIN)/python -m loadtest.soak --model $(MODEL) $(ARGS)
+
+reliability-page: $(VENV)/.ready-test ## write what fuzz and soak found into docs/reliability.md
+	@$(BIN)/python -m loadtest.reliability_page
 
 clean: ## remove the virtual environment and what the tools left (fetched models stay)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

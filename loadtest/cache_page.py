@@ -110,12 +110,12 @@ def readme(found: Found) -> str:
 BLOCKS: Mapping[str, Callable[[Found], str]] = {"docs/cache.md": cache_page, "README.md": readme}
 
 
-def insert(page: str, block: str) -> str:
+def insert(page: str, block: str, begin: str = BEGIN, end: str = END) -> str:
     """`page` with `block` between its markers. Raises ValueError unless each is there once, in order."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"the page needs the lines {BEGIN} and {END}, once each and in this order")
-    head, _, rest = page.partition(BEGIN)
-    return f"{head}{BEGIN}\n\n{block}\n\n{END}{rest.partition(END)[2]}"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the page needs the lines {begin} and {end}, once each and in this order")
+    head, _, rest = page.partition(begin)
+    return f"{head}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
 
 
 def render(root: Path) -> None:

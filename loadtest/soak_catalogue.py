@@ -87,7 +87,7 @@ KINDS: tuple[tuple[str, bool, Callable[[int], Fields]], ...] = (
     ("two prompts", True, lambda i: _completion(i, prompt=[_line(i), _line(i + 1)])),
     ("prompt of ids", True, lambda i: _completion(i, prompt=[5 + i, 60, 61, 62, 63, 64, 65])),
     ("seed", True, lambda i: _completion(i, **_drawn(i, max_tokens=80))),
-    ("seed, all tokens", True, lambda i: _completion(i, **_drawn(i, top_k=0))),
+    ("seed, all tokens", True, lambda i: _chat(i, **_drawn(i, top_k=0))),
     ("seed, top_p, top_k", True, lambda i: _chat(i, **_drawn(i, top_p=0.9))),
     ("seed, min_p", True, lambda i: _shared(i, **_drawn(i, temperature=1.2, min_p=0.05))),
     ("three choices", True, lambda i: _chat(i, **_drawn(i, n=3))),

@@ -90,15 +90,15 @@ def _gap(choice: dict[str, Any], other: str, heat: float) -> float | None:
 
 
 def _reach(own: float, best: Sequence[float], heat: float) -> float:
-    """The most that a drawn token's share of all draws can have been: the draw lies within it, so a border is
-    no further. `own` is the token's score, `best` the highest, all before temperature.
+    """The furthest from a border that a draw can have been, as a share of all draws: half of what its token
+    has. `own` is the token's score, `best` the highest, all before temperature.
 
     Whatever top_k, top_p or min_p left out is less likely than the token, so those of `best` that are
     likelier were kept: the token's share is at most its weight over theirs.
     """
     kept = [score for score in best if score >= own]
     weights = sum(math.exp(score / heat) for score in kept) + (0.0 if own in kept else math.exp(own / heat))
-    return math.exp(own / heat) / weights
+    return math.exp(own / heat) / weights / 2
 
 
 def _tokens(found: dict[str, Any]) -> list[tuple[str, float | None, list[float]]]:
