@@ -54,6 +54,21 @@ def test_scores_of_drawn_tokens_are_those_of_the_raw_logits(
     assert_output_scores(oracle, prompt, answer, best)
 
 
+def test_no_bias_penalty_or_ban_shows_in_the_scores(small: Path, oracle: Oracle) -> None:
+    """Each changes what is drawn, next to a row that asks for changes and no scores."""
+    changes: list[dict[str, Any]] = [
+        {"sampling": SamplingParams(0.0, logit_bias=((77, 100.0), (5, -100.0)))},
+        {"sampling": SamplingParams(0.0, repetition_penalty=0.3, presence_penalty=2.0)},
+        {"stop_ids": oracle.greedy(prompt_of(20, 59), 3), "min_tokens": 12},
+    ]
+    silent = greedy_request(prompt_of(20, 58), 12, **changes[0])
+    requests = [silent, *(greedy_request(prompt_of(20, 59), 12, logprobs=5, **change) for change in changes)]
+    for (answer,), request in zip(run(fp32_engine(small)[0], requests), requests, strict=True):
+        assert answer.ids != oracle.greedy(request.prompts[0], 12)
+        if request is not silent:
+            assert_output_scores(oracle, request.prompts[0], answer, 5)
+
+
 def test_only_those_who_ask_get_scores_and_ids_stay_the_same(small: Path, oracle: Oracle) -> None:
     """Rows of a step with other wishes, in a pool that preempts: each as it is alone."""
     requests = [
