@@ -101,9 +101,9 @@ def test_others_in_the_batch_are_answered_as_if_alone(words: Words) -> None:
 
 
 def test_preemption_keeps_the_place_in_the_grammar(words: Words) -> None:
-    pattern = "([a-z]{2,9} ){9}[0-9]{3}"
+    pattern = "([a-z]{6,12} ){16}[0-9]{3}"
     requests = [words.ask("regex", pattern, seed, tokens=150, sampling=WARM, n=2) for seed in range(5)]
-    engine = words.engine(kv_memory=20 * 2 * manager_of(words.engine()).state.layout.block_bytes)
+    engine = words.engine(kv_memory=16 * 2 * manager_of(words.engine()).state.layout.block_bytes)
     squeezed = run(engine, requests)
     assert engine.stats().preemptions > 0
     assert ids(squeezed) == ids([run(words.engine(), [request])[0] for request in requests])
