@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 LIMIT = 20_000  # bytes a request
-FEWEST = 500  # requests after warm-up; fewer say nothing about a slope
+FEWEST = 1000  # requests after warm-up; fewer say nothing about a slope
 WARM_UP = 0.25  # of the requests
 
 
