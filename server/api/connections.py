@@ -59,6 +59,7 @@ class Listener:
         self._idle: list[BoundedHttp] = []  # as of the last search, the longest idle at the end
         self._searched = float("-inf")
         self._again: asyncio.TimerHandle | None = None
+        self._paused = False
         self._closed = False
         listener.listen(_BACKLOG)
         listener.setblocking(False)
@@ -80,14 +81,14 @@ class Listener:
         for _ in range(_AT_ONCE):
             place = self._place()
             if place is None:  # until one of them goes
-                self._loop.remove_reader(self._listener)
+                self._pause()
                 return
             try:
                 client, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # out of descriptors after all
-                self._loop.remove_reader(self._listener)
+                self._pause()
                 self._again = self._loop.call_later(_AGAIN_SECONDS, self._resume)
                 return
             client.setblocking(False)
@@ -123,9 +124,14 @@ class Listener:
         those.discard(protocol)
         self._resume()
 
+    def _pause(self) -> None:
+        self._paused = True
+        self._loop.remove_reader(self._listener)
+
     def _resume(self) -> None:
-        if not self._closed:
-            self._loop.add_reader(self._listener, self._accept)  # does nothing if it is there
+        if self._paused and not self._closed:
+            self._paused = False
+            self._loop.add_reader(self._listener, self._accept)
 
     def _one_gives_way(self) -> bool:
         """Close the connection that has been idle longest, if one has been for long."""
