@@ -185,6 +185,22 @@ def test_w5_recommended_sampling_holds_where_a_request_says_nothing(
     assert asked(server, temperature=0) == plain
 
 
+def test_w5_each_recommendation_is_the_field_of_its_name(
+    served: Serves, rand_known: Known, rand_with: Callable[..., Path]
+) -> None:
+    """Saying nothing draws as saying the file's numbers does; with `none`, as OpenAI's defaults do."""
+    recommended = {"temperature": 1.9, "top_p": 0.6, "top_k": 30, "min_p": 0.001}
+    folder = rand_with(do_sample=True, **recommended)
+    auto = served(folder, rand_known, generation_config="auto")
+    off = served(folder, rand_known, generation_config="none")
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    wild = {**plain, "temperature": 1.9}
+    for seed in (1, 2, 3):
+        assert asked(auto, seed=seed) == asked(off, seed=seed, **recommended)
+        assert asked(off, seed=seed) == asked(auto, seed=seed, **plain)
+        assert asked(auto, seed=seed) != asked(auto, seed=seed, **wild), "top_p, top_k and min_p cut"
+
+
 def test_w5_recommended_penalties_are_transformers(
     served: Serves, rand: Path, rand_with: Callable[..., Path]
 ) -> None:
