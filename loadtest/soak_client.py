@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +67,7 @@ async def ask(port: int, path: str, body: Mapping[str, Any], stream: bool) -> He
     return heard
 
 
-async def events(port: int, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def events(port: int, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     """The events of a stream, as they come; leaving early closes the connection. Raises Refused."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with _sent(port, path, asked) as (status, reader, chunked):
