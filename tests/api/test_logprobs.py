@@ -78,7 +78,7 @@ async def test_a_stream_brings_the_same_in_pieces(words: Path) -> None:
         {"stop": "cd", "include_stop_str_in_output": True},
         {"stop_token_ids": [A + 3]},
     ]
-    async with serving(words) as api:
+    async with serving(words, FakeService(pace=0.002)) as api:  # each token in a hand-over of its own
         for fields, (path, wish) in itertools.product(
             cases, ((C, {"logprobs": 2}), (CC, {"logprobs": True, "top_logprobs": 2}))
         ):
@@ -175,6 +175,10 @@ async def test_prompt_logprobs(words: Path) -> None:
             for choice in (await api.http.post(C, json=body)).json()["choices"]:
                 a, b = entry(A, "a", 1), entry(A + 1, "b", 2)
                 assert choice["prompt_logprobs"] == [None, entry(A + 2, "c", None) | a | b, a | b]
+        body = {"prompt": "acb", "max_tokens": 0, "prompt_logprobs": 3, "logprobs": 1, "echo": True}
+        (choice,) = (await api.http.post(C, json=body)).json()["choices"]
+        assert len(choice["prompt_logprobs"][1]) == 3  # each list is as long as its own field says
+        assert [list(top or ()) for top in choice["logprobs"]["top_logprobs"]] == [[], ["a", "c"], ["a", "b"]]
         body = asked(CC, prompt_logprobs=0)
         choice = (await api.http.post(CC, json=body)).json()["choices"][0]
         first, *others = choice["prompt_logprobs"]
@@ -264,6 +268,12 @@ def test_ids_beyond_the_tokenizer_have_no_name(words: Path) -> None:
     ]  # fmt: skip
     assert completion["tokens"] == [""]
     assert completion["top_logprobs"] == [{"": -1.0, "a": -2.0}]  # its own value, not the other's
+
+
+def test_of_two_that_are_spelled_the_same_the_likelier_is_shown(words: Path) -> None:
+    score = TokenScore(-1.0, ((5001, -0.5), (5002, -0.75)))
+    _, completion = shown(Tokenizer.from_folder(words), (A, score))
+    assert completion["top_logprobs"] == [{"": -0.5, "a": -1.0}]
 
 
 def test_offsets_of_an_echo_that_ends_in_half_a_character(words: Path) -> None:
