@@ -164,7 +164,7 @@ def draw_of(case: Case, logits: Tensor) -> Callable[[], int]:
             top_p=case.top_p * ones,
             top_k=np.full(len(logits), case.top_k, dtype=np.int64),
             min_p=case.min_p * ones,
-            u=generator.random(len(logits)),
+            key=generator.integers(2**63, size=len(logits)),
             device=logits.device,
         )
         return len(sample(logits, batch).cpu())

@@ -3,9 +3,9 @@
 The logits are laid out as GROUP lines of equal length, one under the other. One pass gives the best of each
 column; whatever is not in one of the GROUPS best columns is no larger than the least of these columns' best.
 
-What all the other tokens weigh together is known only roughly, from a quick sum in fp32. So every cut has a
-lower and an upper bound, and a row is decided if both draw the same token, and that token is certainly in its
-place. The others are left to `draw_wide`, which would have drawn the same in the decided rows.
+What all the other tokens weigh together is known only roughly, from a quick sum in fp32. So a filter keeps at
+least so many and at most so many tokens, and a row is decided if these are the same and all of them are seen.
+The others are left to `draw_wide`, which would have drawn the same in the decided rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.draw_rows import Rows, drawn_at, key_tokens, order_keys, top_p_at
+from model.draw_rows import Rows, key_tokens, order_keys, top_p_at
+from model.race import race_of_few
 
 WIDTH = 128  # the best tokens that are sorted
 GROUPS = 128
@@ -30,7 +31,7 @@ _UNKNOWN = 2**62  # units; more than any row has
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """The best tokens of `D` rows, in the order of draws, `n` of each."""
+    """The best tokens of `D` rows, from high to low, `n` of each."""
 
     token: Tensor  # [D, n] int64
     weight: Tensor  # [D, n] fp32
@@ -44,14 +45,23 @@ class _Best:
 def draw_narrow(rows: Rows, needs_total: bool) -> tuple[Tensor, Tensor]:
     """The drawn ids `[D]`, and which of them are sure (broken rows are, of anything).
 
-    `needs_total` may be False if no row's draw depends on what its tokens weigh beyond the first WIDTH.
+    `needs_total` may be False if no row's filters depend on what its tokens weigh beyond the first WIDTH.
     """
     best = _best_tokens(rows, needs_total)
-    index = torch.searchsorted(best.running, drawn_at(rows.u, _kept(rows, best)), right=True)
-    low, high = index[:, :1], index[:, 1:]
-    sure = ((low == high) & (low < best.certain)) | ~torch.isfinite(rows.peak)
-    ids = best.token.gather(1, low.clamp(max=best.token.shape[1] - 1))
-    return ids[:, 0], sure[:, 0]
+    low, high = (_weighty(rows, best, count) for count in _kept(rows, best))
+    rank = torch.arange(best.token.shape[1], dtype=torch.int64, device=best.token.device)
+    units = rows.units(best.weight).masked_fill(rank >= high, 0)
+    place = race_of_few(rows.key, best.token, units, rows.logits.shape[1])
+    sure = ((low == high) & (high <= best.certain)) | ~torch.isfinite(rows.peak)
+    return best.token.gather(1, place)[:, 0], sure[:, 0]
+
+
+def _weighty(rows: Rows, best: _Best, count: Tensor) -> Tensor:
+    """`count` `[D, 1]`, or less where all after it weigh nothing: most of what a mask leaves is such."""
+    unseen = rows.units(best.edge) > 0
+    return torch.where(
+        unseen, count, torch.minimum(count, (rows.units(best.weight) > 0).sum(-1, keepdim=True))
+    )
 
 
 def _best_tokens(rows: Rows, needs_total: bool) -> _Best:
@@ -116,13 +126,21 @@ def _roughly(rows: Rows) -> Tensor:
     return torch.cat([at_least, total * (1 + _SLACK)], dim=1).to(torch.int64)
 
 
-def _kept(rows: Rows, best: _Best) -> Tensor:
-    """Bounds `[D, 2]` of what the tokens weigh that the filters keep, in units."""
-    mass = _top_p(rows, best, _top_k(rows, best))
-    return torch.minimum(mass, _min_p(rows, best))
+def _kept(rows: Rows, best: _Best) -> tuple[Tensor, Tensor]:
+    """How many of the best tokens the filters keep, at least and at most, `[D, 1]` each; at least 1."""
+    every = torch.full_like(rows.top_k, rows.logits.shape[1])
+    limit = torch.minimum(rows.top_k, every)
+    by_share = _top_p(rows, best, _mass(rows, best))
+    by_share = torch.where(rows.top_p < 1, by_share, every)
+    low, high = _min_p(rows, best, every)
+    return (
+        torch.minimum(torch.minimum(limit, by_share[:, :1]), low),
+        torch.minimum(torch.minimum(limit, by_share[:, 1:]), high),
+    )
 
 
-def _top_k(rows: Rows, best: _Best) -> Tensor:
+def _mass(rows: Rows, best: _Best) -> Tensor:
+    """Bounds `[D, 2]` of what the tokens weigh that top_k keeps, in units."""
     limited = best.running.gather(1, torch.minimum(rows.top_k, best.seen) - 1)
     beyond = torch.cat([limited, best.total[:, 1:]], dim=1)
     no_limit = rows.top_k >= rows.logits.shape[1]
@@ -130,18 +148,15 @@ def _top_k(rows: Rows, best: _Best) -> Tensor:
 
 
 def _top_p(rows: Rows, best: _Best, mass: Tensor) -> Tensor:
-    """What `top_p` keeps of `mass`: up to a token that was seen, or its share and at most a token more."""
-    above = top_p_at(rows.top_p, mass)
-    index = torch.searchsorted(best.running, above, right=True)
-    seen = best.running.gather(1, index.clamp(max=best.running.shape[1] - 1))
-    more = torch.cat([torch.zeros_like(best.seen), rows.units(best.edge)], dim=1)
-    return torch.minimum(mass, torch.where(index < best.seen, seen, above + 1 + more))
+    """Bounds `[D, 2]` of how many tokens `top_p` keeps of `mass`; more than were seen may be any number."""
+    count = torch.searchsorted(best.running, top_p_at(rows.top_p, mass), right=True) + 1
+    least, most = torch.minimum(count[:, :1], best.seen + 1), count[:, 1:]
+    return torch.cat([least, most.masked_fill(most > best.seen, rows.logits.shape[1])], dim=1)
 
 
-def _min_p(rows: Rows, best: _Best) -> Tensor:
-    """What `min_p` keeps of the row: exactly, if the first token that it drops is among those seen."""
-    heavy = (best.weight >= rows.min_p).sum(-1, keepdim=True).clamp(min=1)
+def _min_p(rows: Rows, best: _Best, every: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for `min_p`: exact, if the first token that it drops is among those seen."""
+    heavy = torch.minimum((best.weight >= rows.min_p).sum(-1, keepdim=True), best.seen)
     exact = (heavy < best.seen) | (best.edge < rows.min_p)
-    part = best.running.gather(1, torch.minimum(heavy, best.seen) - 1)
-    low = torch.where(exact | (rows.min_p > 0), part, _UNKNOWN)
-    return torch.cat([low, torch.where(exact, part, _UNKNOWN)], dim=1)
+    cut = rows.min_p > 0
+    return torch.where(cut, heavy, every), torch.where(cut & exact, heavy, every)

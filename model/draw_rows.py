@@ -2,9 +2,8 @@
 
 A weight is the fp32 number e^((logit - best logit) / temperature), cut to whole units and counted in int64. A
 unit is as small as a sum over the vocabulary allows, 2^-46 of the best token's weight where there are 49,152:
-what the cuts take away moves no boundary between two draws by more than 10^-9 of the whole. So sums are
-exact, whatever their order, and two ways to find a token cannot disagree; nor can two batches, or two numbers
-of threads.
+what the cuts take away changes no share by more than 10^-9 of the whole. So sums are exact, whatever their
+order, and two ways to find a token cannot disagree.
 """
 
 from __future__ import annotations
@@ -28,7 +27,19 @@ class Rows:
     top_p: Tensor  # fp64
     min_p: Tensor  # fp32
     top_k: Tensor  # int64, at least 1; a huge number where there is no limit
-    u: Tensor  # fp64 in [0, 1)
+    key: Tensor  # int64: where the row's chance comes from
+
+    def part(self, some: slice) -> Rows:
+        """Consecutive rows, as views."""
+        return Rows(
+            logits=self.logits[some],
+            peak=self.peak[some],
+            temperature=self.temperature[some],
+            top_p=self.top_p[some],
+            min_p=self.min_p[some],
+            top_k=self.top_k[some],
+            key=self.key[some],
+        )
 
     def take(self, index: Tensor) -> Rows:
         """The rows of these numbers, int64 `[n]`, copied."""
@@ -39,7 +50,7 @@ class Rows:
             top_p=self.top_p.index_select(0, index),
             min_p=self.min_p.index_select(0, index),
             top_k=self.top_k.index_select(0, index),
-            u=self.u.index_select(0, index),
+            key=self.key.index_select(0, index),
         )
 
     @property
@@ -70,17 +81,15 @@ def order_keys(logit: Tensor, token: Tensor) -> Tensor:
     return (bits.to(torch.int64) << 32) | (_ID_BITS - token)
 
 
+def key_logits(keys: Tensor) -> Tensor:
+    """The logits that are in keys of `order_keys`, 0.0 for either zero."""
+    bits = (keys >> 32).to(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
 def key_tokens(keys: Tensor) -> Tensor:
     """The token ids that are in keys of `order_keys`."""
     return _ID_BITS - (keys & _ID_BITS)
-
-
-def drawn_at(u: Tensor, mass: Tensor) -> Tensor:
-    """The units that a running sum must exceed for its token to be the one drawn: int64, less than `mass`.
-
-    `u` fp64 `[D, 1]`; `mass` int64 `[D, n]`, units of the tokens that are kept.
-    """
-    return torch.minimum((u * mass).floor_().to(torch.int64), mass - 1)
 
 
 def top_p_at(top_p: Tensor, mass: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Tokens found in the whole vocabulary, for the rows that the best few tokens did not decide.
 
 Nothing as long as a vocabulary is sorted. Tokens are counted into buckets by how far they lie below the best,
-so that running sums over the buckets tell in which of them a token is that one looks for: the last that a
-filter keeps, or the one to draw. Only that bucket's tokens are sorted. (All of a row's logits being equal,
-that is all of them.)
+so that running sums over the buckets tell in which of them the last token is that a filter keeps. Only that
+bucket's tokens are sorted. (All of a row's logits being equal, that is all of them.) Rows without such a
+filter need no buckets.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.draw_rows import Rows, drawn_at, key_tokens, order_keys, top_p_at
+from model.draw_rows import Rows, key_logits, key_tokens, order_keys, top_p_at
+from model.race import BLOCK, block_sums, race_of_blocks, race_of_tokens
 
 BUCKETS = 2048
+_ROWS_AT_ONCE = 4  # of whole vocabularies, so that what is computed of them stays in a CPU's cache
 _FLAT = -1e-30  # the depth of the deepest token of a row whose logits are all equal: not 0, for it divides
 _EMPTY = torch.iinfo(torch.int64).min
 
@@ -32,20 +34,52 @@ class _Buckets:
 
 
 def draw_wide(rows: Rows) -> Tensor:
-    """The drawn ids `[D]` of rows that are not broken."""
+    """The drawn ids `[D]` of rows that are not broken, or that no filter cuts."""
+    starts = range(0, rows.logits.shape[0], _ROWS_AT_ONCE)
+    weighed = [_weigh(rows.part(slice(start, start + _ROWS_AT_ONCE))) for start in starts]
+    sums, last = torch.cat([sums for sums, _ in weighed]), torch.cat([last for _, last in weighed])
+    token, units = _members(rows, race_of_blocks(rows.key, sums), last)
+    return token.gather(1, race_of_tokens(rows.key, token, units))[:, 0]
+
+
+def _weigh(rows: Rows) -> tuple[Tensor, Tensor]:
+    """What the kept tokens of each block weigh, `[D, blocks]`, and the key of the last token that top_k and
+    top_p keep, `[D, 1]`."""
     depth = rows.depth(rows.logits)
     weight = depth.exp()
-    buckets = _fill(rows, depth, rows.units(weight))
-    mass = buckets.through[:, -1:]
-    limited = rows.top_k < rows.logits.shape[1]
-    if bool(limited.any()):
-        mass = torch.where(limited, _best(buckets, rows.top_k), mass)
-    if bool((rows.top_p < 1).any()):
-        mass = torch.minimum(mass, _find(buckets, top_p_at(rows.top_p, mass))[1])
+    units = rows.units(weight)
+    last = torch.full_like(rows.top_k, _EMPTY)
+    limited, shared = rows.top_k < rows.logits.shape[1], rows.top_p < 1
+    if bool((limited | shared).any()):
+        buckets = _fill(rows, depth, units)
+        mass = buckets.through[:, -1:]
+        if bool(limited.any()):
+            key, sum_of_best = _best(buckets, rows.top_k)
+            last, mass = torch.where(limited, key, last), torch.where(limited, sum_of_best, mass)
+        if bool(shared.any()):
+            key, _ = _find(buckets, top_p_at(rows.top_p, mass))
+            last = torch.maximum(last, torch.where(shared, key, last))
+        token = torch.arange(units.shape[1], dtype=torch.int64, device=units.device)
+        units *= _until(rows.logits, token, last)
     if bool((rows.min_p > 0).any()):
-        heavy = (buckets.units * (weight >= rows.min_p)).sum(-1, keepdim=True)
-        mass = torch.minimum(mass, torch.maximum(heavy, buckets.units.amax(-1, keepdim=True)))
-    return _find(buckets, drawn_at(rows.u, mass))[0][:, 0]
+        units *= weight >= rows.min_p
+    return block_sums(units), last
+
+
+def _until(logit: Tensor, token: Tensor, last: Tensor) -> Tensor:
+    """Which tokens come no later than the one whose key is `last` `[D, 1]`; all where that is _EMPTY."""
+    least = key_logits(last)
+    return (logit > least) | ((logit == least) & (token <= key_tokens(last))) | (last == _EMPTY)
+
+
+def _members(rows: Rows, block: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens `[D, BLOCK]` of each row's block, and their units, 0 where one is not kept."""
+    vocab = rows.logits.shape[1]
+    token = block * BLOCK + torch.arange(BLOCK, dtype=torch.int64, device=block.device)
+    logit = rows.logits.gather(1, token.clamp(max=vocab - 1))
+    weight = rows.depth(logit).exp_()
+    kept = (token < vocab) & _until(logit, token, last) & (weight >= rows.min_p)
+    return token, rows.units(weight) * kept
 
 
 def _fill(rows: Rows, depth: Tensor, units: Tensor) -> _Buckets:
@@ -65,30 +99,30 @@ def _count(bucket: Tensor, amount: Tensor) -> Tensor:
 
 
 def _find(buckets: _Buckets, above: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token `[D, 1]` whose running sum exceeds `above` `[D, 1]`, which is below the row's sum; and
-    that running sum."""
+    """The key `[D, 1]` of the first token whose running sum exceeds `above` `[D, 1]`, which is below the
+    row's sum; and that running sum."""
     at = torch.searchsorted(buckets.through, above, right=True)
-    token, running = _sorted_members(buckets, at)
+    keys, running = _sorted_members(buckets, at)
     running = running + buckets.before.gather(1, at)
     index = torch.searchsorted(running, above, right=True)
-    return token.gather(1, index), running.gather(1, index)
+    return keys.gather(1, index), running.gather(1, index)
 
 
-def _best(buckets: _Buckets, count: Tensor) -> Tensor:
-    """The units of each row's `count` `[D, 1]` best tokens, `[D, 1]`."""
+def _best(buckets: _Buckets, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The key `[D, 1]` of the last of each row's `count` `[D, 1]` best tokens, and the units of them all."""
     weighty = (buckets.units > 0).to(torch.int64)  # the others come last and change no sum
     filled = _count(buckets.bucket, weighty)
     through = filled.cumsum(-1)
     rank = torch.minimum(count, through[:, -1:]) - 1
     at = torch.searchsorted(through, rank, right=True)
-    _, running = _sorted_members(buckets, at)
+    keys, running = _sorted_members(buckets, at)
     inside = rank - (through - filled).gather(1, at)
-    return buckets.before.gather(1, at) + running.gather(1, inside)
+    return keys.gather(1, inside), buckets.before.gather(1, at) + running.gather(1, inside)
 
 
 def _sorted_members(buckets: _Buckets, at: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens `[D, n]` of each row's bucket `at` `[D, 1]` in the order of draws, and the running sums of
-    their units; n is the most that a row has, and what comes after a row's own means nothing."""
+    """The keys `[D, n]` of the tokens in each row's bucket `at` `[D, 1]`, from high to low, and the running
+    sums of their units; n is the most that a row has, and what comes after a row's own means nothing."""
     row, token = torch.nonzero(buckets.bucket == at, as_tuple=True)
     held = torch.bincount(row, minlength=at.shape[0])[:, None]
     first = held.cumsum(0) - held
@@ -98,4 +132,4 @@ def _sorted_members(buckets: _Buckets, at: Tensor) -> tuple[Tensor, Tensor]:
     keys[row, place] = order_keys(buckets.logits[row, token], token)
     keys = keys.sort(-1, descending=True).values
     ids = torch.where(keys != _EMPTY, key_tokens(keys), 0)
-    return ids, buckets.units.gather(1, ids).cumsum(-1)
+    return keys, buckets.units.gather(1, ids).cumsum(-1)

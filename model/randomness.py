@@ -1,33 +1,59 @@
-"""Where the sampler's `u` comes from: a counter-based hash, so that no row owns a generator.
+"""Where the sampler's chance comes from: counter-based hashes, so that no row owns a generator.
 
-A draw is a function of (seed, choice, output position) alone: a seed's answer does not depend on the row's
-slot, its batch mates, a preemption or the device.
+A draw is a function of the logits and of (seed, choice, output position) alone: a seed's answer does not
+depend on the row's slot, its batch mates, a preemption or the device.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's multipliers
 
 
-def uniform(
+def row_keys(
     seeds: npt.NDArray[np.uint64], choices: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.float64]:
-    """`u` in [0, 1), fp64 `[S]`, for each (seed, choice, output position): the same on every machine.
+) -> npt.NDArray[np.int64]:
+    """One 64-bit key `[S]` for each (seed, choice, output position): the same on every machine.
 
     A counter-based hash: each number is added, times the golden-ratio increment, and mixed by splitmix64's
-    finaliser (Steele, Lea, Flood 2014); the upper 53 bits make the fraction.
+    finaliser (Steele, Lea, Flood 2014).
     """
+    golden = np.uint64(_GOLDEN)
     with np.errstate(over="ignore"):
-        state = _mix(seeds.astype(np.uint64) + _GOLDEN)
-        state = _mix(state + (choices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-        state = _mix(state + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        state = _mix(seeds.astype(np.uint64) + golden)
+        state = _mix(state + (choices.astype(np.uint64) + np.uint64(1)) * golden)
+        state = _mix(state + (positions.astype(np.uint64) + np.uint64(1)) * golden)
+    return state.view(np.int64)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
     return x ^ (x >> np.uint64(31))
+
+
+def exponential(key: Tensor, counter: Tensor) -> Tensor:
+    """Exponential noise of mean 1, fp64 and above 0, for each (key, counter): int64, broadcast together.
+
+    The same hash once more; its upper 53 bits are the fraction `f` of -log(1 - f), each moved up by half a
+    step so that none is 0.
+    """
+    state = key + (counter + 1) * _signed(_GOLDEN)
+    state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
+    state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
+    fraction = (_shifted(state ^ _shifted(state, 31), 11).to(torch.float64) + 0.5) * 2.0**-53
+    return torch.log1p(-fraction).neg()
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """int64 as if without a sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(constant: int) -> int:
+    return constant - 2**64

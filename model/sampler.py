@@ -1,15 +1,16 @@
-"""Step 7 of a request's trip: logits become ids. A pure function of (logits, parameters, u).
+"""Step 7 of a request's trip: logits become ids. A pure function of (logits, parameters, key).
 
-Every row owns a number `u` in [0, 1) (`model/randomness.py`), and takes the first token whose running
-probability, in descending order, exceeds it. Greedy rows take the largest logit. Ties go to the lowest id.
+Greedy rows take the largest logit, of equals the lowest id. Any other row owns a key (`model/randomness.py`),
+by which its kept tokens race (`model/race.py`): each wins with the probability that the softmax gives it.
 
-Filters keep a prefix of that order: `top_k` first, then `top_p` (the smallest prefix that reaches that share
-of what top_k left), then `min_p` (tokens at least that share as likely as the best). The order and the sets
-are those of transformers' logits warpers, except that `top_k` keeps exactly k tokens where the k-th ties.
+Filters keep the first of the tokens in descending order, equals by ascending id: `top_k` first, then `top_p`
+(the fewest that reach that share of what top_k left), then `min_p` (those at least that share as likely as
+the best). Order and sets are those of transformers' logits warpers, except that `top_k` keeps exactly k
+tokens where the k-th ties.
 
-Weights are fp32 and their sums exact (`model/draw_rows.py`), so that the two ways to find a token cannot
-disagree: among the best few, which decides nearly every row (`model/draw_narrow.py`), or in the whole
-vocabulary (`model/draw_wide.py`).
+Weights are fp32 and their sums exact (`model/draw_rows.py`), so that the two ways to find the kept tokens
+cannot disagree: among the best few, which decides nearly every row that has a filter
+(`model/draw_narrow.py`), or in the whole vocabulary (`model/draw_wide.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from model.draw_wide import draw_wide
 
 # Below this temperature a gap of 1e-3 between two logits is e^-100: the draw is the largest logit.
 GREEDY_TEMPERATURE = 1e-5
-_WIDE_ROWS = 4  # of whole vocabularies at once, so that what is computed of them stays in a CPU's cache
 
 FloatArray = npt.NDArray[np.float64]
 IdArray = npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ IdArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How the `S` rows of a step are drawn; the parameters are those of the `D` rows that go by `u`.
+    """How the `S` rows of a step are drawn; the parameters are those of the `D` rows that race.
 
     Where most rows do, all of them do: a greedy one as the best of one, which is the same token.
     """
@@ -46,7 +46,8 @@ class SamplingBatch:
     top_p: Tensor  # [D, 1] fp64
     min_p: Tensor  # [D, 1] fp32
     top_k: Tensor  # [D, 1] int64, a huge number where there is no limit
-    u: Tensor  # [D, 1] fp64 in [0, 1)
+    key: Tensor  # [D, 1] int64: where each row's chance comes from
+    filtered: bool  # some row keeps less than the vocabulary
     needs_total: bool  # what some row keeps depends on what the whole vocabulary weighs
 
 
@@ -55,7 +56,7 @@ def make_sampling(
     top_p: FloatArray,
     top_k: IdArray,
     min_p: FloatArray,
-    u: FloatArray,
+    key: IdArray,
     device: torch.device,
 ) -> SamplingBatch:
     """Arrays `[S]` of per-row parameters (top_k 0 = no limit) to one upload of each kind."""
@@ -67,18 +68,20 @@ def make_sampling(
         top_k = np.where(greedy, 1, top_k)
     no_limit = np.iinfo(np.int64).max
     limit = np.where(top_k[drawn] > 0, top_k[drawn], no_limit)
-    reals = torch.from_numpy(np.stack([temperature[drawn], top_p[drawn], min_p[drawn], u[drawn]]))
+    reals = torch.from_numpy(np.stack([temperature[drawn], top_p[drawn], min_p[drawn]]))
     reals = reals.to(device=device, dtype=torch.float64)[:, :, None]
-    by_total = (limit > WIDTH) & ((top_p[drawn] < 1) | (min_p[drawn] <= 0))
+    whole = torch.from_numpy(np.stack([limit, key[drawn]])).to(device=device, dtype=torch.int64)[:, :, None]
+    shared = top_p[drawn] < 1
     return SamplingBatch(
         rows=torch.from_numpy(drawn).to(device=device, dtype=torch.int64) if len(drawn) else None,
         every_row=len(drawn) == len(greedy),
         temperature=reals[0].to(torch.float32),
         top_p=reals[1],
         min_p=reals[2].to(torch.float32),
-        top_k=torch.from_numpy(limit).to(device=device, dtype=torch.int64)[:, None],
-        u=reals[3],
-        needs_total=bool(by_total.any()),
+        top_k=whole[0],
+        key=whole[1],
+        filtered=bool((shared | (limit < no_limit) | (min_p[drawn] > 0)).any()),
+        needs_total=bool((shared & (limit > WIDTH)).any()),
     )
 
 
@@ -92,10 +95,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.rows is None:
         ids = logits.argmax(dim=-1)  # the first of equals
     elif batch.every_row:
-        ids = _draw(_rows(logits, best, batch), batch.needs_total)
+        ids = _draw(_rows(logits, best, batch), batch)
     else:
         part, peak = logits.index_select(0, batch.rows), best.index_select(0, batch.rows)
-        drawn = _draw(_rows(part, peak, batch), batch.needs_total)
+        drawn = _draw(_rows(part, peak, batch), batch)
         ids = logits.argmax(dim=-1).index_copy(0, batch.rows, drawn)
     return torch.where(torch.isfinite(best), ids, -1)
 
@@ -108,16 +111,16 @@ def _rows(logits: Tensor, peak: Tensor, batch: SamplingBatch) -> Rows:
         top_p=batch.top_p,
         min_p=batch.min_p,
         top_k=batch.top_k,
-        u=batch.u,
+        key=batch.key,
     )
 
 
-def _draw(rows: Rows, needs_total: bool) -> Tensor:
+def _draw(rows: Rows, batch: SamplingBatch) -> Tensor:
     """The drawn ids `[D]`, of anything where a row is broken."""
-    ids, sure = draw_narrow(rows, needs_total)
+    if not batch.filtered:
+        return draw_wide(rows)
+    ids, sure = draw_narrow(rows, batch.needs_total)
     undecided = torch.nonzero(~sure)[:, 0]
     if undecided.numel() == 0:
         return ids
-    starts = range(0, undecided.numel(), _WIDE_ROWS)
-    found = [draw_wide(rows.take(undecided[start : start + _WIDE_ROWS])) for start in starts]
-    return ids.index_copy(0, undecided, torch.cat(found))
+    return ids.index_copy(0, undecided, draw_wide(rows.take(undecided)))

@@ -126,7 +126,7 @@ def made_up_batch(
         top_p=ones,
         top_k=zeros.astype(np.int64),
         min_p=zeros,
-        u=0.5 * ones,
+        key=zeros.astype(np.int64),
         device=shape.device,
     )
     batch = lone_batch(variant, ids, start, wanted, row_tables, shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.adjust import Adjustments
-from model.randomness import uniform
+from model.randomness import row_keys
 from model.sampler import SamplingBatch, make_sampling
 from server.engine.adjustments import make_adjustments
 from server.engine.scheduler import Scheduled
@@ -42,7 +42,7 @@ def how_to_draw(entries: Sequence[Scheduled], vocab: int, device: torch.device) 
         top_p=np.array([p.top_p for p in params], dtype=np.float64),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),
         min_p=np.array([p.min_p for p in params], dtype=np.float64),
-        u=uniform(
+        key=row_keys(
             np.array([p.seed for p in params], dtype=np.uint64),
             np.array([sequence.copy for sequence in sequences], dtype=np.uint64),
             np.array([sequence.output for sequence in sequences], dtype=np.uint64),

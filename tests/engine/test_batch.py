@@ -164,7 +164,7 @@ def test_made_up_batch_is_the_end_of_one_long_sequence() -> None:
     assert batch.wanted.tolist() == [17, 18, 19]
     assert meta.host_seq_len.tolist() == [620] and meta.row_len.tolist() == [620] * 8
     assert meta.host_query_start.tolist() == [0, 20] and meta.row_slot.tolist() == list(range(8))
-    assert batch.draws is not None and batch.draws.sampling.u.shape == (3, 1)
+    assert batch.draws is not None and batch.draws.sampling.key.shape == (3, 1)
     assert SimpleNamespace(start=0, stop=20, kv_heads=8) == SimpleNamespace(
         start=batch.segments[0].start, stop=batch.segments[0].stop,
         kv_heads=batch.segments[0].head_map.kv_heads,

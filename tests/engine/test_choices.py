@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.randomness import uniform
+from model.randomness import row_keys
 from model.sampler import make_sampling, sample
 from server.engine.request import FinishReason, Request, SamplingParams
 from tests.engine.conftest import Oracle
@@ -24,10 +24,10 @@ def drawn_alone(oracle: Oracle, prompt: tuple[int, ...], tokens: int, copy: int)
     ids = list(prompt)
     for position in range(tokens):
         logits = oracle.reference.last_logits(ids)[None]
-        u = uniform(*(np.array([x], dtype=np.uint64) for x in (SEEDED.seed, copy, position)))
+        key = row_keys(*(np.array([x], dtype=np.uint64) for x in (SEEDED.seed, copy, position)))
         one = np.ones(1)
         batch = make_sampling(
-            one * SEEDED.temperature, one * SEEDED.top_p, np.zeros(1, np.int64), 0 * one, u,
+            one * SEEDED.temperature, one * SEEDED.top_p, np.zeros(1, np.int64), 0 * one, key,
             torch.device("cpu"),
         )  # fmt: skip
         ids.append(int(sample(logits, batch)[0]))

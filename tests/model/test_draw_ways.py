@@ -12,7 +12,7 @@ from torch import Tensor
 from model.draw_narrow import GROUP, GROUPS, WIDTH, draw_narrow
 from model.draw_rows import key_tokens, order_keys
 from model.draw_wide import draw_wide
-from tests.support.sampling import WAYS, Row, cuts, draw, go, rows_of, slow
+from tests.support.sampling import WAYS, Row, draw, go, rows_of, slow
 
 BIG = GROUP * GROUPS * 2 + 37  # wide enough to look at columns, and they do not divide it
 VOCABULARIES = [1, 2, 3, 7, WIDTH - 1, WIDTH, WIDTH + 1, 1000, GROUP * GROUPS + GROUP - 1, BIG]
@@ -68,7 +68,8 @@ def mixed_rows(count: int, vocab: int, seed: int) -> list[Row]:
         "min_p": [0.0, 0.0, 0.0, 1e-6, 0.05, 0.9, 1.0],
     }
     return [
-        {name: values[rng.integers(len(values))] for name, values in choices.items()} | {"u": rng.random()}
+        {name: values[rng.integers(len(values))] for name, values in choices.items()}
+        | {"key": rng.integers(2**63)}
         for _ in range(count)
     ]
 
@@ -93,24 +94,22 @@ def test_what_the_narrow_way_is_sure_of_is_what_the_wide_way_finds(kind: str) ->
     assert sure.any() or kind in ("flat", "nearly flat")
 
 
-def test_the_ways_agree_where_one_draw_becomes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each boundary between two tokens, and a step of `u` to either side of it: the last bit decides."""
-    logits = logits_of("tied", 1, 300, seed=3)
-    steps = [u + step for u in cuts(logits[0], 0.7) for step in (-(2.0**-53), 0.0, 2.0**-53)]
-    ends = [0.0, float(np.nextafter(1.0, 0.0))]
+def test_the_ways_agree_where_a_filter_keeps_one_token_more() -> None:
+    """Next to each sum that the best tokens can make, a hair to either side of it: it decides."""
+    logits = logits_of("like a model's", 1, BIG, seed=3)
+    weight = np.exp((logits[0].numpy() - logits.max().item()) / np.float32(1.5)).astype(np.float64)
+    sums = np.cumsum(np.sort(weight)[::-1])[: 2 * WIDTH] / weight.sum()
     rows: list[Row] = [
-        {"u": u, "temperature": 0.7, "top_k": k, "top_p": p}
-        for u in [*steps, *ends]
-        if 0 <= u < 1
-        for k, p in [(0, 1.0), (0, 0.9), (7, 1.0), (8, 0.6), (9, 1.0)]
+        {"temperature": 1.5, "top_p": share + step, "key": key}
+        for key, share in enumerate(sums[sums < 1])
+        for step in (-(2.0**-18), 2.0**-18)
     ]
-    answers = {}
-    for way in WAYS:
-        go(monkeypatch, way)
-        answers[way] = draw(logits.expand(len(rows), -1), rows)
-    assert len(set(answers["default"])) > 100
-    for way, answer in answers.items():
-        assert answer == answers["default"], way
+    prepared = rows_of(logits.expand(len(rows), -1), rows)
+    found, sure = draw_narrow(prepared, needs_total=True)
+    wide = draw_wide(prepared)
+    assert found[sure].tolist() == wide[sure].tolist()
+    assert not sure.all() and len(set(wide.tolist())) > 50
+    assert wide.tolist() == [slow(logits[0], row) for row in rows]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,7 +125,7 @@ def test_a_row_is_drawn_alone_as_in_a_crowd(way: str, monkeypatch: pytest.Monkey
     [
         ("like a model's", {"temperature": 0.3, "top_p": 0.95}, 0.9),
         ("like a model's", {"temperature": 2.0, "top_k": 50, "top_p": 0.9}, 1.0),
-        ("like a model's", {"temperature": 1.0, "min_p": 0.05}, 1.0),
+        ("like a model's", {"temperature": 1.0, "min_p": 0.05}, 0.98),
         ("peaked", {"temperature": 0.8, "top_p": 0.95}, 0.95),
         ("all but a handful masked", {"temperature": 1.5, "top_p": 0.95}, 0.99),
         ("all but a handful masked", {"temperature": 1.5}, 0.99),
@@ -136,8 +135,7 @@ def test_a_row_is_drawn_alone_as_in_a_crowd(way: str, monkeypatch: pytest.Monkey
 def test_the_best_few_decide_the_usual_rows(kind: str, setting: Row, at_least: float) -> None:
     """Else the answer is right and slow."""
     logits = logits_of(kind, 200, BIG, seed=6)
-    us = np.random.default_rng(7).random(200) * 0.999  # next to 1 is for the wide way
-    _, sure = draw_narrow(rows_of(logits, [setting | {"u": u} for u in us]), needs_total=True)
+    _, sure = draw_narrow(rows_of(logits, [setting] * 200), needs_total=True)
     assert sure.double().mean() >= at_least
 
 
@@ -145,12 +143,15 @@ def test_top_p_keeps_a_token_for_the_least_part_of_a_unit() -> None:
     """Half the weight is the first of two equal tokens; a hair more takes both."""
     logits = torch.full((2, BIG), -torch.inf)
     logits[:, [5, 900]] = 0.25
-    assert draw(logits, [{"u": 0.99, "top_p": 0.5}, {"u": 0.99, "top_p": 0.5 + 2.0**-49}]) == [5, 900]
+    half: list[Row] = [{"top_p": 0.5, "key": key} for key in range(50)]
+    more: list[Row] = [{"top_p": 0.5 + 2.0**-49, "key": key} for key in range(50)]
+    assert set(draw(logits[:1].expand(50, -1), half)) == {5}
+    assert set(draw(logits[:1].expand(50, -1), more)) == {5, 900}
 
 
 def test_a_broken_row_hurts_no_other_in_the_wide_way() -> None:
     logits = logits_of("nearly flat", 6, BIG, seed=8)
-    rows: list[Row] = [{"u": u} for u in (0.1, 0.5, 0.9)] * 2
+    rows: list[Row] = [{"key": key, "top_p": 0.9} for key in (1, 5, 9)] * 2
     healthy = draw(logits, rows)
     assert not draw_narrow(rows_of(logits, rows), needs_total=True)[1].any()
     broken = logits.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from model.sampler import SamplingBatch, make_sampling, sample
 from tests.support.attention import CPU
 
 Row = dict[str, Any]  # parameters of a row that are not the default
-DEFAULTS: Row = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "u": 0.5}
+DEFAULTS: Row = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "key": 0}
 
 # (WIDTH, GROUPS, GROUP, BUCKETS): what is sorted at first, and how the best and the rest are found.
 WAYS = {
@@ -43,15 +44,17 @@ def go(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 def batch_of(rows: Sequence[Row]) -> SamplingBatch:
     """The sampling tensors of rows that say what is not the default."""
     columns = {name: np.array([row.get(name, value) for row in rows]) for name, value in DEFAULTS.items()}
-    reals = {name: column.astype(np.float64) for name, column in columns.items() if name != "top_k"}
-    return make_sampling(**reals, top_k=columns["top_k"].astype(np.int64), device=CPU)
+    whole = {name: columns.pop(name).astype(np.int64) for name in ("top_k", "key")}
+    return make_sampling(
+        **{name: column.astype(np.float64) for name, column in columns.items()}, **whole, device=CPU
+    )
 
 
 def rows_of(logits: Tensor, rows: Sequence[Row]) -> Rows:
     """The same as the two ways to find a token take them; no row may be greedy."""
     batch = batch_of(rows)
     peak = logits.amax(-1, keepdim=True)
-    return Rows(logits, peak, batch.temperature, batch.top_p, batch.min_p, batch.top_k, batch.u)
+    return Rows(logits, peak, batch.temperature, batch.top_p, batch.min_p, batch.top_k, batch.key)
 
 
 def draw(logits: Tensor, rows: Sequence[Row], banned: Sequence[tuple[int, int]] = ()) -> list[int]:
@@ -64,7 +67,7 @@ def draw(logits: Tensor, rows: Sequence[Row], banned: Sequence[tuple[int, int]] 
 
 
 def slow(logits: Tensor, row: Row) -> int:
-    """The definition, one row, in numpy with running sums in fp64."""
+    """The definition, one row, in numpy with sums in fp64."""
     p = DEFAULTS | row
     value = logits.numpy()
     order = np.lexsort((np.arange(len(value)), -value))
@@ -74,12 +77,29 @@ def slow(logits: Tensor, row: Row) -> int:
     weight = weight[: p["top_k"] or len(weight)]
     before = np.concatenate([[0.0], np.cumsum(weight)[:-1]])
     kept = (before < p["top_p"] * weight.sum()) | (before == 0.0)
-    weight = weight[kept & (weight >= np.float32(p["min_p"]))]
-    return int(order[np.searchsorted(np.cumsum(weight), p["u"] * weight.sum(), side="right")])
+    kept &= weight >= np.float32(p["min_p"])
+    shares = np.zeros(len(value))
+    shares[order[: len(kept)][kept]] = weight[kept]
+    return race(shares, int(p["key"]))
 
 
-def cuts(logits: Tensor, temperature: float) -> list[float]:
-    """The `u` at which one row's draw, unfiltered, goes from one token to the next, to the last bit or so."""
-    value = np.sort(logits.numpy().astype(np.float64))[::-1]
-    running = np.cumsum(np.exp((value - value[0]) / temperature))
-    return [float(u) for u in running / running[-1] if 0 < u < 1]
+def race(shares: np.ndarray[Any, Any], key: int) -> int:
+    """The heats of one row: blocks of 256 ids by what they weigh, then the tokens of the one that won."""
+    blocks = [shares[start : start + 256] for start in range(0, len(shares), 256)]
+    block = _first([(block.sum(), number) for number, block in enumerate(blocks)], key)
+    inside = [(share, 2**32 + 256 * block + place) for place, share in enumerate(blocks[block])]
+    return 256 * block + _first(inside, key)
+
+
+def _first(runners: list[tuple[float, int]], key: int) -> int:
+    times = [noise(key, counter) / share if share else np.inf for share, counter in runners]
+    return int(np.argmin(times))
+
+
+def noise(key: int, counter: int) -> float:
+    """splitmix64 of the key, `counter + 1` steps on, as exponential noise; in Python's own integers."""
+    state = (key + (counter + 1) * 0x9E3779B97F4A7C15) % 2**64
+    state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+    state = ((state ^ state >> 27) * 0x94D049BB133111EB) % 2**64
+    state ^= state >> 31
+    return -math.log1p(-((state >> 11) + 0.5) / 2**53)
