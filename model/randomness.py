@@ -46,8 +46,8 @@ def exponential(key: Tensor, counter: Tensor) -> Tensor:
     state = key + (counter + 1) * _signed(_GOLDEN)
     state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
-    fraction: Tensor = (_shifted(state ^ _shifted(state, 31), 11).to(torch.float64) + 0.5) * 2.0**-53
-    return torch.log1p(-fraction).neg()
+    fraction = (_shifted(state ^ _shifted(state, 31), 11).to(torch.float64) + 0.5) * 2.0**-53
+    return fraction.neg().log1p().neg()
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
