@@ -47,7 +47,8 @@ def exponential(key: Tensor, counter: Tensor) -> Tensor:
     state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
     fraction = (_shifted(state ^ _shifted(state, 31), 11).to(torch.float64) + 0.5) * 2.0**-53
-    return fraction.neg().log1p().neg()
+    noise: Tensor = fraction.neg().log1p().neg()
+    return noise
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
