@@ -46,9 +46,8 @@ def exponential(key: Tensor, counter: Tensor) -> Tensor:
     state = key + (counter + 1) * _signed(_GOLDEN)
     state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
-    fraction = (_shifted(state ^ _shifted(state, 31), 11).to(torch.float64) + 0.5) * 2.0**-53
-    noise: Tensor = fraction.neg().log1p().neg()
-    return noise
+    fraction = (_shifted(state ^ _shifted(state, 31), 11).to(torch.float64) + 0.5) / 2**53
+    return torch.neg(torch.log1p(torch.neg(fraction)))
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
