@@ -1,14 +1,12 @@
 """Whether an answer from the crowd is the one that its request gets alone.
 
 The rule, in fp32: texts, reasons and counts are the same, or, on a real model, the first token that differs
-was a near tie, alone: the two best were less than 1e-3 apart, or the number that draws a token lay within
-1e-3 of a border between two. Such cases are counted.
+was a near tie, alone: the two best were less than 1e-3 apart. Such cases are counted. A seeded draw has no
+such excuse: rounding turns one in about a million.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 from loadtest.soak_catalogue import COMPLETIONS, Ask
 from loadtest.soak_client import Heard
 
-NEAR_TIE = 1e-3  # nats between the two best; for draws a share of 1
+NEAR_TIE = 1e-3  # nats between the two best
 SCORE_TOLERANCE = 5e-3  # nats; fp32 logits may differ by 1e-4 of the largest, which is about 40
 
 
@@ -61,52 +59,34 @@ def scored_body(ask: Ask) -> dict[str, Any]:
 
 
 def tie_gap(ask: Ask, scored: dict[str, Any], other: Heard) -> float | None:
-    """How near the choice was, alone, where `other` first differs from the scored solo answer.
+    """Nats between the two best, alone, where `other` first differs from the scored solo answer.
 
-    Greedy: nats between the two best. Seeded: no less than the distance of the draw from a border between
-    tokens, as a share of 1 (see `_reach`). None if it cannot be told: the choices are not the model's own, or
-    the texts do not differ.
+    None if there is no such excuse: the choices are drawn, or are not the model's own, or do not differ.
     """
-    if not ask.exact:
+    if not ask.exact or ask.body["temperature"] != 0:
         return None
-    heat = float(ask.body["temperature"])
-    gaps = [_gap(choice, other.texts.get(choice["index"], ""), heat) for choice in scored["choices"]]
+    gaps = [_gap(choice, other.texts.get(choice["index"], "")) for choice in scored["choices"]]
     known = [gap for gap in gaps if gap is not None]
     return max(known) if known else None
 
 
-def _gap(choice: dict[str, Any], other: str, heat: float) -> float | None:
+def _gap(choice: dict[str, Any], other: str) -> float | None:
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     if text == other:
         return None
     tokens = _tokens(choice["logprobs"])
-    texts = accumulate(token for token, _, _ in tokens)
-    for so_far, (_, own, best) in zip(texts, tokens, strict=True):
+    texts = accumulate(token for token, _ in tokens)
+    for so_far, (_, best) in zip(texts, tokens, strict=True):
         if not other.startswith(so_far):
-            if own is None or len(best) < 2:
-                return None
-            return best[0] - best[1] if heat == 0 else _reach(own, best, heat)
+            return best[0] - best[1] if len(best) > 1 else None
     return None
 
 
-def _reach(own: float, best: Sequence[float], heat: float) -> float:
-    """The furthest from a border that a draw can have been, as a share of all draws: half of what its token
-    has. `own` is the token's score, `best` the highest, all before temperature.
-
-    Whatever top_k, top_p or min_p left out is less likely than the token, so those of `best` that are
-    likelier were kept: the token's share is at most its weight over theirs.
-    """
-    kept = [score for score in best if score >= own]
-    weights = sum(math.exp(score / heat) for score in kept) + (0.0 if own in kept else math.exp(own / heat))
-    return math.exp(own / heat) / weights / 2
-
-
-def _tokens(found: dict[str, Any]) -> list[tuple[str, float | None, list[float]]]:
-    """The tokens of a choice: text, score, and the best scores there, high to low."""
+def _tokens(found: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    """The tokens of a choice: text, and the best scores there, high to low."""
     if found.get("content") is not None:
         return [
-            (entry["token"], entry["logprob"], [top["logprob"] for top in entry["top_logprobs"]])
-            for entry in found["content"]
+            (entry["token"], [top["logprob"] for top in entry["top_logprobs"]]) for entry in found["content"]
         ]
     best = [sorted((top or {}).values(), reverse=True) for top in found["top_logprobs"]]
-    return list(zip(found["tokens"], found["token_logprobs"], best, strict=True))
+    return list(zip(found["tokens"], best, strict=True))

@@ -47,12 +47,12 @@ def exponential(key: Tensor, counter: Tensor) -> Tensor:
     state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
     fraction = (_shifted(state ^ _shifted(state, 31), 11).to(torch.float64) + 0.5) / 2**53
-    return torch.neg(torch.log1p(torch.neg(fraction)))
+    return -torch.log1p(-fraction)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """int64 as if without a sign."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(constant: int) -> int:
