@@ -92,13 +92,13 @@ def test_four_modes_in_one_forward(
     modes: Modes, tap: Tap, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     together = []
-    forward = Decoder.forward
+    hidden = Decoder.hidden
 
     def counted(self: Decoder, ids: Tensor, positions: Tensor, segments: Any, *rest: Any) -> Tensor:
         together.append({segment.head_map.identity + str(segment.head_map.kv_heads) for segment in segments})
-        return forward(self, ids, positions, segments, *rest)
+        return hidden(self, ids, positions, segments, *rest)
 
-    monkeypatch.setattr(Decoder, "forward", counted)
+    monkeypatch.setattr(Decoder, "hidden", counted)
     engine, _ = fp32_engine(modes.folder, variants=modes.variants, max_batch_tokens=chunk, max_num_seqs=8)
     answers = run(engine, [greedy_request(ids, 30, variant=mode) for mode, ids in ASKED])
     steps = len(together)

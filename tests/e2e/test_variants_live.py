@@ -58,11 +58,11 @@ class Forwards:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.maps: list[list[int]] = []  # of each forward: the KV heads of its segments
         self.steps = 0
-        forward, step = Decoder.forward, Engine.step
+        hidden, step = Decoder.hidden, Engine.step
 
         def counted(decoder: Decoder, ids: Any, positions: Any, segments: Any, *rest: Any) -> Any:
             self.maps.append(sorted(segment.head_map.kv_heads for segment in segments))
-            return forward(decoder, ids, positions, segments, *rest)
+            return hidden(decoder, ids, positions, segments, *rest)
 
         def stepped(engine: Engine) -> Any:
             before = len(self.maps)
@@ -70,7 +70,7 @@ class Forwards:
             self.steps += len(self.maps) > before
             return events
 
-        patch.setattr(Decoder, "forward", counted)
+        patch.setattr(Decoder, "hidden", counted)
         patch.setattr(Engine, "step", stepped)
 
 
@@ -149,13 +149,14 @@ def test_what_is_listed(server: Served) -> None:
 
 
 def test_live_bytes_of_each_mode(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Decoder.forward
+    hidden, steps = Decoder.hidden, [0]
 
     def slow(*args: Any) -> Any:
+        steps[0] += 1
         time.sleep(0.02)
-        return forward(*args)
+        return hidden(*args)
 
-    monkeypatch.setattr(Decoder, "forward", slow)
+    monkeypatch.setattr(Decoder, "hidden", slow)
     asked = body(ids_of(5, 40), 400, stream=True, model="tiny@mha")
     with server.http.stream("POST", C, json=asked) as reply:
         lines = reply.iter_lines()  # named: one that is collected closes the connection, and the answer ends
@@ -164,20 +165,21 @@ def test_live_bytes_of_each_mode(server: Served, monkeypatch: pytest.MonkeyPatch
         assert live["tiny"] == live["tiny@mqa"] == 0
         assert live["tiny@mha"] >= 3 * 4 * BLOCK_BYTES
         assert live["tiny@mha"] % (4 * BLOCK_BYTES) == 0
+    assert steps[0] > 0, "steps were slow enough to be looked at"
     server.wait_idle(10)
 
 
 def test_models_are_told_while_a_step_runs(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the engine's thread is busy with."""
-    go, forward = threading.Event(), Decoder.forward
+    go, hidden = threading.Event(), Decoder.hidden
     begun = threading.Event()
 
     def slow(*args: Any) -> Any:
         begun.set()
         assert go.wait(20)
-        return forward(*args)
+        return hidden(*args)
 
-    monkeypatch.setattr(Decoder, "forward", slow)
+    monkeypatch.setattr(Decoder, "hidden", slow)
     asking = threading.Thread(target=ask, args=(server,), kwargs=body(ids_of(6, 20), 2))
     asking.start()
     try:

@@ -74,24 +74,24 @@ class Tap:
 def listen() -> Iterator[Tap]:
     """Every decoder of this process is heard while the context lasts; what it returns does not change."""
     tap = Tap()
-    begin, forward = ReferenceAttention.begin, Decoder.forward
+    begin, hidden = ReferenceAttention.begin, Decoder.hidden
     metas: list[AttentionMeta] = []
 
     def heard_begin(self: ReferenceAttention, meta: AttentionMeta) -> Any:
         metas[:] = [meta]
         return begin(self, meta)
 
-    def heard_forward(
+    def heard_hidden(
         self: Decoder, ids: Tensor, positions: Tensor, segments: Any, attention: Any, kv: Any, wanted: Tensor
     ) -> Tensor:
         everything = torch.arange(ids.shape[0], dtype=torch.int64, device=ids.device)
-        logits = forward(self, ids, positions, segments, attention, kv, everything)
-        tap.hear(metas[0], ids, logits)
-        return logits.index_select(0, wanted)
+        states = hidden(self, ids, positions, segments, attention, kv, everything)
+        tap.hear(metas[0], ids, self.logits(states))
+        return states.index_select(0, wanted)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(ReferenceAttention, "begin", heard_begin)
-    patch.setattr(Decoder, "forward", heard_forward)
+    patch.setattr(Decoder, "hidden", heard_hidden)
     try:
         yield tap
     finally:
