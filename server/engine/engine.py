@@ -222,6 +222,7 @@ class Engine:
         sequence.finish = reason
         self._counters.finished[reason] += 1
         self._scheduler.release(sequence)
+        sequence.let_go()
         work.unfinished -= 1
         if work.unfinished == 0:
             self._scheduler.forget(work)

@@ -107,6 +107,10 @@ class Sequence:
         self.chain.append(token)
         self.output += 1
 
+    def let_go(self) -> None:
+        """It has ended: what only a running choice needs goes now, and not with its last sibling."""
+        self._chain = self._matcher = self.seen = self.prompt_scores = None
+
 
 class Work:
     """A request in flight, and the account under which the cache counts what its choices hold."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,23 @@ def test_a_sibling_goes_on_when_the_first_is_gone(small: Path, oracle: Oracle) -
         assert cached == {0}, "what a request finds of its own is no hit"
         assert finish == {0: FinishReason.ABORT, 1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
         assert manager_of(engine).live_blocks == 0
+
+
+def test_a_choice_that_has_ended_holds_nothing_while_its_siblings_run(small: Path) -> None:
+    """Neither its text nor what its penalties look at, which is on the device."""
+    sampling = dataclasses.replace(SEEDED, repetition_penalty=1.2)
+    engine = checked(fp32_engine(small)[0])
+    request = greedy_request(prompt_of(40, 49), 12, n=3, sampling=sampling)
+    engine.add(request)
+    for _ in range(4):
+        engine.step()
+    first, *others = engine._scheduler.running
+    assert first.seen is not None
+    held = [weakref.ref(first.seen._table), weakref.ref(first.chain._buffer)]
+    engine.abort(request.id, 0)
+    engine.step()
+    assert engine._scheduler.running == others and len(others) == 2
+    assert [reference() for reference in held] == [None, None]
 
 
 def test_more_choices_than_places(small: Path, oracle: Oracle) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from server.text.grammar_build import to_lark
 from server.text.grammar_matcher import GrammarSource, write_constraint
 from server.text.tokenizer import Tokenizer
 from tests.support.driving import GREEDY, Answer, fp32_engine, greedy_request, run
-from tests.support.engines import checked, manager_of
+from tests.support.engines import checked, manager_of, on_batches
 
 EOS = 2
 WARM = SamplingParams(temperature=1.0, seed=7)
@@ -108,6 +109,41 @@ def test_preemption_keeps_the_place_in_the_grammar(words: Words) -> None:
     assert engine.stats().preemptions > 0
     assert ids(squeezed) == ids([run(words.engine(), [request])[0] for request in requests])
     assert all(re.fullmatch(pattern, words.text(answer)) for request in squeezed for answer in request)
+
+
+def test_who_leaves_takes_his_place_in_the_grammar_along(words: Words) -> None:
+    """And nothing of his sibling's, who goes on."""
+    request = words.ask("regex", DATE, sampling=WARM, n=2)
+    (expected,) = ids(run(words.engine(), [request]))
+    engine, answers = words.engine(), [Answer(), Answer()]
+    engine.add(request)
+    matcher: Any = None
+    for step in range(40):
+        if step == 3:
+            matcher = weakref.ref(engine._scheduler.running[0].matcher)
+            engine.abort(request.id, 0)
+        for event in engine.step():
+            answers[event.index].take(event)
+        if step == 3:
+            assert engine.has_work and matcher() is None
+    assert [answer.finish for answer in answers] == [FinishReason.ABORT, FinishReason.STOP]
+    assert answers[1].ids == expected[1]
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_step_that_fails_takes_no_token_twice(words: Words, at: int) -> None:
+    requests = [words.ask("regex", DATE, seed, sampling=WARM, n=2) for seed in range(3)]
+    expected = ids(run(words.engine(), requests))
+    engine, calls = words.engine(), [-1]
+
+    def once(batch: Any) -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            raise RuntimeError("a fault on purpose")
+
+    on_batches(engine, once)
+    assert ids(run(engine, requests)) == expected
+    assert engine.stats().failed_steps == 1
 
 
 def test_an_end_mark_ends_what_could_go_on_and_has_no_say_before(words: Words) -> None:
