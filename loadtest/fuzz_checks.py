@@ -9,7 +9,10 @@ from loadtest.fuzz_wire import Answer, Call
 
 # It says that it cannot serve now: by design, and named in the summary if it is met at all.
 BY_DESIGN = {
-    503: {"shutting_down", "engine_unavailable", "aborted", "too_many_connections", "too_many_bodies"},
+    503: {
+        *("shutting_down", "engine_unavailable", "aborted"),
+        *("too_many_connections", "too_many_bodies", "too_many_grammars"),
+    },
     504: {"deadline_exceeded"},
 }
 REASONS = {"stop", "length"}

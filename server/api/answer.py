@@ -205,7 +205,7 @@ def outcome_of(error: BaseException) -> str:
             return "queue_full"
         case ReadTooSlowly():
             return "client_gone"
-        case EngineError():
+        case EngineError() | RequestError(status=503) | ApiError(status=503):
             return "unavailable"
         case RequestError() | ApiError() if error.status < 500:
             return "invalid"

@@ -18,6 +18,7 @@ from server.api.guard import KEY_ID
 from server.api.identity import identity_of, own_id
 from server.api.shapes import ChatShape, CompletionShape, Shape
 from server.api.state import ApiState
+from server.api.stream import until_gone
 from server.api.unsupported import CHAT, COMPLETION, Harmless, refuse, refuse_in_streams
 from server.api.wire import ChatBody, CompletionBody, SamplingBody, validate
 from server.text.asks import ChatAsk, CompletionAsk
@@ -131,4 +132,6 @@ async def _prepared(
     body = validate(endpoint.body, raw)
     refuse(raw, endpoint.unsupported)
     refuse_in_streams(raw)
-    return body, await endpoint.prepare(state.preparer, body, name, request.scope[KEY_ID])
+    # It may wait for its turn with what others have sent; who leaves meanwhile is not to be waited for.
+    preparing = endpoint.prepare(state.preparer, body, name, request.scope[KEY_ID])
+    return body, await until_gone(request.receive, preparing)

@@ -21,6 +21,7 @@ from server.text.grammar_matcher import Compiled, GrammarSource, write_constrain
 from server.text.grammar_process import GrammarLimits, GrammarProcess
 
 _KEPT, _KEPT_BYTES = 256, 256 * 2**20  # grammars, and the memory of all of them together
+_WAITING = 32  # grammars that wait for the worker; each may take it a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,15 @@ class Held:
     compiled: Compiled
 
 
+@dataclass(slots=True)
+class _Compilation:
+    """One that is to be made. Until the worker has `begun` it, it is dropped when nobody waits any more."""
+
+    task: asyncio.Task[Compiled | str]
+    waiting: int = 0
+    begun: bool = False
+
+
 class Grammars:
     """Compiles what requests ask for; the same text only once. Only the event loop's thread touches it."""
 
@@ -39,7 +49,8 @@ class Grammars:
         self._process = GrammarProcess(source.pieces, limits or GrammarLimits())
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="headroom-grammar")
         self._kept: OrderedDict[bytes, Compiled | str] = OrderedDict()  # or why it is refused
-        self._running: dict[bytes, asyncio.Task[Compiled | str]] = {}
+        self._running: dict[bytes, _Compilation] = {}
+        self._turn = asyncio.Lock()  # one after the other, in the order of their coming
         self.compilations = 0
 
     @property
@@ -48,7 +59,8 @@ class Grammars:
         return self._process.pid
 
     async def hold(self, ask: GrammarAsk, ends: Iterable[int]) -> Held:
-        """The grammar of `ask` for an answer that one of `ends` ends. Raises RequestError (400)."""
+        """The grammar of `ask` for an answer that one of `ends` ends. Raises RequestError (400; 503 where too
+        many wait to be compiled)."""
         try:
             found = await self._find(ask)
         except GrammarTimeout as error:
@@ -68,15 +80,37 @@ class Grammars:
         if kept is not None and not (isinstance(kept, Compiled) and kept.worn):
             self._kept.move_to_end(key)
             return kept
-        if key not in self._running:
-            # A task of its own: a client that leaves must not end what others wait for.
-            self._running[key] = asyncio.create_task(self._compile(ask))
-            self._running[key].add_done_callback(lambda _: self._running.pop(key, None))
-        found = await asyncio.shield(self._running[key])
-        self._keep(key, found)
-        return found
+        return await self._result(key, ask)
 
-    async def _compile(self, ask: GrammarAsk) -> Compiled | str:
+    async def _result(self, key: bytes, ask: GrammarAsk) -> Compiled | str:
+        """Of a task of its own: a client that leaves must not end what others wait for."""
+        one = self._running.get(key)
+        if one is None:
+            if len(self._running) >= _WAITING:
+                message = f"{ask.param}: {_WAITING} grammars wait to be compiled already; try again soon."
+                raise RequestError(message, ask.param, "too_many_grammars", status=503)
+            one = self._running[key] = _Compilation(asyncio.create_task(self._compile(key, ask)))
+        one.waiting += 1
+        try:
+            return await asyncio.shield(one.task)
+        finally:
+            one.waiting -= 1
+            if not one.waiting and not one.begun:
+                self._running.pop(key, None)
+                one.task.cancel()
+
+    async def _compile(self, key: bytes, ask: GrammarAsk) -> Compiled | str:
+        async with self._turn:
+            one = self._running[key]
+            one.begun = True
+            try:
+                found = await self._made(ask)
+                self._keep(key, found)
+                return found
+            finally:
+                del self._running[key]
+
+    async def _made(self, ask: GrammarAsk) -> Compiled | str:
         self.compilations += 1
         try:
             approved = await self._process.compile(ask.kind, ask.source)

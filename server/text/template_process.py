@@ -70,7 +70,13 @@ class TemplateProcess:
         UnicodeEncodeError if a text among `variables` is not valid Unicode."""
         body = json.dumps(variables, ensure_ascii=False).encode()
         async with self._lock:
-            return await self._ask(await self._started(), body)
+            asking = asyncio.ensure_future(self._ask(await self._started(), body))
+            try:
+                return await asyncio.shield(asking)
+            except asyncio.CancelledError:
+                # A client that leaves. Its answer comes sooner than another worker would.
+                await asyncio.wait({asking})
+                raise
 
     async def close(self) -> None:
         """Ends the worker and waits for its end."""
@@ -124,7 +130,7 @@ class TemplateProcess:
             _LOG.warning("%s", message)
             raise TemplateStopped(message) from None
         except BaseException:
-            # A client that left: the answer would be read as the next one's.
+            # Nobody reads the answer, which would be read as the next one's.
             self._drop()
             raise
         if "exhausted" in answer:

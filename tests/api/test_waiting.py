@@ -152,3 +152,28 @@ async def test_no_deadline(words: Path) -> None:
     async with serving(words, FakeService(pace=0.1), request_seconds=0.0) as api:
         reply = await api.http.post(C, json=asked(C, max_tokens=8))
         assert reply.json()["choices"][0]["text"] == "abcdefgh"
+
+
+@pytest.mark.parametrize("path", [C, CC])
+async def test_leaving_before_the_engine_has_the_request(
+    words: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Whoever has left is not prepared any further, and so does not keep others waiting."""
+    entered, left = asyncio.Event(), asyncio.Event()
+
+    async def never(*_: object, **__: object) -> None:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    async with serving(words) as api:
+        monkeypatch.setattr(api.state.preparer, "_encode", never)
+        client = raw_post(api, path, asked(path))
+        await asyncio.wait_for(entered.wait(), 5)
+        client.close()
+        await asyncio.wait_for(left.wait(), 2)
+        assert api.service.requests == []
+        told = (await api.http.get("/metrics")).text
+        assert 'headroom:requests_total{outcome="client_gone"} 1.0' in told

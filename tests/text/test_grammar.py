@@ -182,6 +182,43 @@ async def test_a_client_that_leaves_takes_nothing_with_it(grammars: Grammars) ->
     assert await hold(grammars, regex="c")
 
 
+async def test_what_nobody_waits_for_any_more_is_not_begun(grammars: Grammars) -> None:
+    await hold(grammars, regex="a")
+    running = asyncio.create_task(refusal(grammars, grammar=SLOW))
+    await asyncio.sleep(0.05)
+    leaving = [asyncio.create_task(hold(grammars, regex=f"a{{{i}}}")) for i in range(1, 21)]
+    await asyncio.sleep(0.05)
+    for task in leaving:
+        task.cancel()
+    await asyncio.gather(*leaving, return_exceptions=True)
+    back = asyncio.create_task(hold(grammars, regex="a{7}"))  # another who asks for the same
+    await asyncio.wait_for(asyncio.gather(running, back), 10)
+    assert grammars.compilations == 3
+
+
+async def test_one_that_was_begun_is_kept_though_its_client_left(grammars: Grammars) -> None:
+    leaving = asyncio.create_task(hold(grammars, regex="a"))
+    await asyncio.sleep(0.05)
+    leaving.cancel()
+    assert await hold(grammars, regex="b")
+    assert await hold(grammars, regex="a")
+    assert grammars.compilations == 2
+
+
+async def test_only_so_many_wait(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.text.grammar._WAITING", 3)
+    await hold(grammars, regex="a")
+    tasks = [asyncio.create_task(hold(grammars, regex=f"b{{{i}}}")) for i in range(1, 4)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError) as caught:
+        await hold(grammars, regex="c")
+    assert (caught.value.status, caught.value.code) == (503, "too_many_grammars")
+    assert await hold(grammars, regex="a"), "it is there already"
+    assert await hold(grammars, regex="b{2}"), "it is waited for already"
+    await asyncio.gather(*tasks)
+    assert await hold(grammars, regex="c")
+
+
 async def test_a_killed_worker_is_replaced(grammars: Grammars) -> None:
     await hold(grammars, regex="a")
     assert grammars.worker_pid is not None

@@ -103,12 +103,14 @@ async def test_a_client_that_leaves_does_not_spoil_the_next_answer() -> None:
         "{% for i in range(n) %}{% for j in range(1000) %}{% endfor %}{% endfor %}{{ n }}", TemplateLimits()
     )
     await process.start()
+    worker = process.pid
     leaving = asyncio.create_task(process.render({"n": 5000}))
     await asyncio.sleep(0.05)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert await process.render({"n": 1}) == "1"
+    assert process.pid == worker, "nobody has to wait for another"
     await process.close()
 
 
