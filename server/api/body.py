@@ -7,9 +7,11 @@ in depth and in how much it holds. A refusal never repeats the input.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -24,16 +26,17 @@ _PATIENCE = 10  # times `body_seconds`: the whole body must be there by then, ho
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-async def read_object(request: Request, settings: ApiSettings) -> dict[str, Any]:
-    """The JSON object in the request's body.
+@contextlib.asynccontextmanager
+async def read_object(request: Request, settings: ApiSettings) -> AsyncIterator[dict[str, Any]]:
+    """The JSON object in the request's body, and room for it in memory for as long as it is needed.
 
     Raises ApiError 415 (content type or encoding), 413 (more than `settings.max_body` bytes, found before
-    parsing), 503 (too many large bodies at once), 408 (no bytes for `settings.body_seconds`, or not all in
+    parsing), 503 (too many large ones at once), 408 (no bytes for `settings.body_seconds`, or not all in
     ten times that), 400 (anything else); ClientGone.
     """
     _check_headers(request)
     with request.app.state.bodies.room() as room:
-        return parse_object(await _read(request, settings, room))
+        yield parse_object(await _read(request, settings, room))
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

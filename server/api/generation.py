@@ -115,10 +115,10 @@ async def _run(state: ApiState, endpoint: _Endpoint, request: Request) -> Respon
     call = Call(identity, state.metrics.clock(), Deadline(state.settings.request_seconds))
     try:
         async with call.deadline.limit():
-            body, prepared = await _prepared(state, endpoint, request, identity.own)
+            prepared, streams, include_usage = await _prepared(state, endpoint, request, identity.own)
         answer = Answer(state, prepared, endpoint.shape, call)
-        if body.stream:
-            return await answer.stream(request, body.include_usage)
+        if streams:
+            return await answer.stream(request, include_usage)
         return await answer.whole(request)
     except Exception as error:
         state.metrics.outcome(outcome_of(error))
@@ -127,11 +127,14 @@ async def _run(state: ApiState, endpoint: _Endpoint, request: Request) -> Respon
 
 async def _prepared(
     state: ApiState, endpoint: _Endpoint, request: Request, name: str
-) -> tuple[SamplingBody, Prepared]:
-    raw = await read_object(request, state.settings)
-    body = validate(endpoint.body, raw)
-    refuse(raw, endpoint.unsupported)
-    refuse_in_streams(raw)
-    # It may wait for its turn with what others have sent; who leaves meanwhile is not to be waited for.
-    preparing = endpoint.prepare(state.preparer, body, name, request.scope[KEY_ID])
-    return body, await until_gone(request.receive, preparing)
+) -> tuple[Prepared, bool, bool]:
+    """What to answer, whether as a stream, and whether that ends with the usage. The body, which may be large,
+    is gone before the answer begins."""
+    async with read_object(request, state.settings) as raw:
+        body = validate(endpoint.body, raw)
+        refuse(raw, endpoint.unsupported)
+        refuse_in_streams(raw)
+        # It may wait for its turn with what others have sent; who leaves meanwhile is not to be waited for.
+        preparing = endpoint.prepare(state.preparer, body, name, request.scope[KEY_ID])
+        prepared = await until_gone(request.receive, preparing)
+        return prepared, bool(body.stream), body.include_usage

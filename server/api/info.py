@@ -13,6 +13,7 @@ from server.api.body import read_object
 from server.api.describe import accepts, answers
 from server.api.errors import ApiError, json_response
 from server.api.state import ApiState, ModelCard
+from server.api.stream import until_gone
 from server.api.unsupported import TOKENIZE, refuse
 from server.api.wire import DetokenizeBody, TokenizeBody, validate
 from server.engine.errors import EngineDead
@@ -85,17 +86,18 @@ def token_routes(state: ApiState) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         """The ids that completions would see for `prompt`, or chat for `messages`; `count` of them."""
-        raw = await read_object(request, state.settings)
-        body = validate(TokenizeBody, raw)
-        refuse(raw, TOKENIZE)
-        _, variant = state.served.resolve(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "prompt: send either a prompt or messages.", "prompt", "missing_field")
-        if body.messages is not None:
-            ids = await state.preparer.tokenize_chat(body.messages)
-        else:
-            special = body.add_special_tokens is not False
-            ids = await state.preparer.tokenize(body.prompt or "", special=special)
+        async with read_object(request, state.settings) as raw:
+            body = validate(TokenizeBody, raw)
+            refuse(raw, TOKENIZE)
+            _, variant = state.served.resolve(body.model)
+            if (body.prompt is None) == (body.messages is None):
+                raise ApiError(400, "prompt: send either a prompt or messages.", "prompt", "missing_field")
+            if body.messages is not None:
+                tokenizing = state.preparer.tokenize_chat(body.messages)
+            else:
+                special = body.add_special_tokens is not False
+                tokenizing = state.preparer.tokenize(body.prompt or "", special=special)
+            ids = await until_gone(request.receive, tokenizing)
         counts = {"count": len(ids), "max_model_len": variant.max_len}
         return json_response({**counts, "tokens": ids, "token_strs": None})
 
@@ -107,7 +109,8 @@ def token_routes(state: ApiState) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         """The text of `tokens`, special tokens included; 400 for an id that the model does not have."""
-        body = validate(DetokenizeBody, await read_object(request, state.settings))
+        async with read_object(request, state.settings) as raw:
+            body = validate(DetokenizeBody, raw)
         _, variant = state.served.resolve(body.model)
         most = max(_DETOKENIZED, variant.max_len)
         if len(body.tokens) > most:

@@ -1,4 +1,4 @@
-"""How much of the memory may hold bodies that are still being read and parsed."""
+"""How much of the memory may hold bodies from their first byte until the engine's request is made of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 from server.api.errors import ApiError
 
+FREE = 64 * 2**10
+"""Bytes of each body that are not counted: small requests pass however many large ones are held."""
+
 
 class Bodies:
-    """Counts the bytes of all bodies at once; at most `limit`."""
+    """Counts the bytes of all large bodies at once; at most `limit`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -28,19 +31,22 @@ class Bodies:
         """Raises ApiError 503 if there is no room for `count` bytes more."""
         if self._taken + count > self._limit:
             raise ApiError(
-                503, "Too many large requests are being read; try again soon.", code="too_many_bodies"
+                503, "Too many large requests are being prepared; try again soon.", code="too_many_bodies"
             )
         self._taken += count
 
 
 class Room:
-    """What one body has taken so far, in bytes."""
+    """What one body has taken so far, in bytes beyond those that are free."""
 
     def __init__(self, bodies: Bodies) -> None:
         self.taken = 0
+        self._size = 0
         self._bodies = bodies
 
     def take(self, count: int) -> None:
-        """`count` bytes more; ApiError 503 if they do not fit."""
-        self._bodies.take(count)
-        self.taken += count
+        """`count` bytes more of the body; ApiError 503 if they do not fit."""
+        self._size += count
+        more = max(0, self._size - FREE) - self.taken
+        self._bodies.take(more)
+        self.taken += more

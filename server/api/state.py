@@ -24,7 +24,7 @@ class ApiSettings:
     hold (`*` = any). Seconds: `body_seconds` without a byte of a body, `stall_seconds` without a reader for
     a stream, `keep_alive_seconds` without a word to who waits for one, `check_seconds` between two
     reconciliations of the cache; `request_seconds` from a request to the end of its answer, 0 without end.
-    `max_body` is in bytes, `max_bodies` for all that are being read at once.
+    `max_body` is in bytes, `max_bodies` for all large ones that are being read or prepared at once.
     """
 
     host: str = "127.0.0.1"

@@ -201,19 +201,19 @@ async def test_fifty_megabytes_are_not_read(words: Path) -> None:
 
 
 async def test_bodies_share_the_room(words: Path) -> None:
-    """Two of three fit; what one took is free again once it is read, refused, or left."""
-    async with serving(words, max_bodies=250_000) as api:
+    """Two of three fit; what one took is free again once it is answered, refused, or left."""
+    async with serving(words, max_bodies=300_000) as api:
 
         async def half(text: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: 200000\r\n\r\n".encode() + text)
+            writer.write(f"{head}Content-Length: 300000\r\n\r\n".encode() + text)
             await writer.drain()
             await asyncio.sleep(0.1)
             return reader, writer
 
-        large = {**GOOD, "pad": "x" * 100_000}
-        held = [await half(b"{" + b" " * 100_000) for _ in range(2)]
+        large = {**GOOD, "pad": "x" * 200_000}
+        held = [await half(b"{" + b" " * 200_000) for _ in range(2)]
         reply = await api.http.post("/v1/completions", json=large)
         assert check_error(reply, 503)["code"] == "too_many_bodies"
         assert reply.headers["retry-after"]
@@ -222,10 +222,44 @@ async def test_bodies_share_the_room(words: Path) -> None:
         await asyncio.sleep(0.1)
         for _ in range(5):
             assert (await api.http.post("/v1/completions", json=large)).status_code == 200
-            assert (await api.http.post("/v1/completions", json={"pad": "x" * 100_000})).status_code == 400
+            assert (await api.http.post("/v1/completions", json={"pad": "x" * 200_000})).status_code == 400
         held[1][1].write(b"?" * 99_999)
         assert (await held[1][0].readline()).startswith(b"HTTP/1.1 400 ")
         held[1][1].close()
+
+
+async def test_small_bodies_need_no_room(words: Path) -> None:
+    async with serving(words, max_bodies=0) as api:
+        for size, status in ((60_000, 200), (70_000, 503)):
+            reply = await api.http.post("/v1/completions", json={**GOOD, "pad": "x" * size})
+            assert reply.status_code == status
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_room_is_held_until_it_is_prepared(
+    words: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """What waits to be tokenised is in memory as what is still read; once its client leaves it is not."""
+    entered = asyncio.Event()
+
+    async def never(*_: object, **__: object) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    async with serving(words, max_bodies=300_000) as api:
+        large = {**GOOD, "pad": "x" * 300_000}
+        monkeypatch.setattr(api.state.preparer, "tokenize", never)
+        waiting = asyncio.create_task(api.http.post(path, json=large))
+        await asyncio.wait_for(entered.wait(), 5)
+        assert check_error(await api.http.post(path, json=large), 503)["code"] == "too_many_bodies"
+        waiting.cancel()
+        monkeypatch.undo()
+        for _ in range(100):
+            reply = await api.http.post(path, json=large)
+            if reply.status_code == 200:
+                break
+            await asyncio.sleep(0.02)
+        assert reply.status_code == 200
 
 
 async def test_a_body_that_stops_coming(words: Path) -> None:
