@@ -17,7 +17,7 @@ from starlette.responses import Response
 from server.api.call import Call
 from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, json_response
 from server.api.logprobs import prompt_logprobs, scored
-from server.api.pieces import large_response
+from server.api.pieces import large_json, large_response
 from server.api.shapes import Shape, Tokens
 from server.api.state import ApiState
 from server.api.stream import KEEP_ALIVE, EventStream, end, until_gone
@@ -142,8 +142,17 @@ class Answer:
         base = {**self._head, "object": self._shape.chunk_object}
         base |= {"choices": []} | ({"usage": None} if include_usage else {})
 
-        def chunk(choice: dict[str, Any]) -> bytes:
-            return _event({**base, "choices": [choice]})
+        def chunk(choice: dict[str, Any], large: bool = False) -> bytes:
+            return _event({**base, "choices": [choice]}, large)
+
+        def news_of(item: ChoiceDelta) -> bytes:
+            news, large = b"", item.prompt_scores is not None
+            tokens = scored(self._prepared, self._state.tokenizer, item)
+            if item.text or tokens is not None:
+                news = chunk(self._shape.delta(item.index, item.text, tokens), large)
+            if item.finish_reason is not None:
+                news += chunk(self._shape.ending(item.index, self._finish(item.finish_reason)))
+            return news
 
         try:
             if not first.done():
@@ -154,13 +163,9 @@ class Answer:
                 yield news
             while not isinstance(item, Done):
                 self._clock.tokens(item.index, len(item.tokens))
-                news = b""
-                tokens = scored(self._prepared, self._state.tokenizer, item)
-                if item.text or tokens is not None:
-                    news = chunk(self._shape.delta(item.index, item.text, tokens))
-                if item.finish_reason is not None:
-                    news += chunk(self._shape.ending(item.index, self._finish(item.finish_reason)))
-                if news:
+                # The scores of an echoed prompt take seconds, which the others' streams must not wait for.
+                scores = item.prompt_scores is not None
+                if news := await asyncio.to_thread(news_of, item) if scores else news_of(item):
                     yield news
                 item = await anext(generation)
             last = _event({**base, "usage": self._usage(item)}) if include_usage else b""
@@ -217,7 +222,10 @@ def outcome_of(error: BaseException) -> str:
             return "error"
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def _event(body: dict[str, Any], large: bool = False) -> bytes:
     # ASCII only: some clients take U+2028 or U+0085 for the end of a line.
-    text = json.dumps(body, allow_nan=False, separators=(",", ":"), default=list)  # of iterators
+    if large:
+        text = large_json(body, ascii_only=True)
+    else:
+        text = json.dumps(body, allow_nan=False, separators=(",", ":"), default=list)  # of iterators
     return b"data: " + text.encode() + b"\n\n"

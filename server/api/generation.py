@@ -128,8 +128,8 @@ async def _run(state: ApiState, endpoint: _Endpoint, request: Request) -> Respon
 async def _prepared(
     state: ApiState, endpoint: _Endpoint, request: Request, name: str
 ) -> tuple[Prepared, bool, bool]:
-    """What to answer, whether as a stream, and whether that ends with the usage. The body, which may be large,
-    is gone before the answer begins."""
+    """What to answer, whether as a stream, and whether that ends with the usage. The body, which may be
+    large, is gone before the answer begins."""
     async with read_object(request, state.settings) as raw:
         body = validate(endpoint.body, raw)
         refuse(raw, endpoint.unsupported)
