@@ -146,7 +146,7 @@ class Listener:
             patience = IDLE_SECONDS if known.was_served else SILENT_SECONDS
             if since is None or now - since < patience or known not in self._served:
                 continue
-            if not known.has_unread():
+            if not known.has_unread() and not known.transport.get_write_buffer_size():
                 self._served.discard(known)
                 known.transport.abort()
                 return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -107,3 +108,26 @@ async def test_a_first_request_has_more_time(
         await asyncio.sleep(0.4)
         reply = await answer_to(api.port, ONCE)
         assert reply.startswith(b"HTTP/1.1 200 OK") if served else b" 503 " in reply
+
+
+async def test_an_answer_that_is_still_on_its_way_is_not_cut_off(
+    words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The application has ended, its client has not read all yet: such a connection is not idle."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    async with serving(words, connections=1) as api:
+        client.connect(("127.0.0.1", api.port))
+        reader, writer = await asyncio.open_connection(sock=client)
+        large = {"prompt": [[67] * 4000] * 15, "echo": True, "max_tokens": 0, "logprobs": 5}
+        writer.write(post(large))
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+        assert length > 4 * 2**20, "more than the kernel holds for a client that reads nothing"
+        await asyncio.sleep(0.3)
+        check_refused(await answer_to(api.port, ONCE))
+        assert len(await reader.readexactly(length)) == length
+        await asyncio.sleep(0.3)
+        assert b" 200 OK" in await answer_to(api.port, ONCE)
+        writer.transport.abort()
