@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ SMALL = {"prompt": [7, 8, 9], "max_tokens": 1, "temperature": 0}
 
 
 def quantile(values: list[float], share: float) -> float:
+    """Not a number of none: who asked may have waited behind the crowd until it was gone."""
+    if not values:
+        return math.nan
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
@@ -109,7 +113,7 @@ def test_l1_health_while_large_prompts_come(loaded: RunningServer, flood: str) -
     for _ in range(2):  # a machine that is busy with other things gets a second try
         watch, refused, streams = asyncio.run(everybody())
         print(f"{watch}; refused in {max(answer.seconds for answer in refused):.2f} s")
-        if quantile(watch.health, 0.99) < 1.0:
+        if quantile(watch.health, 0.99) < 1.0 and max(one.longest_gap for one in streams) < 2.0:
             break
     assert quantile(watch.health, 0.99) < 1.0
     for answer in refused:
@@ -132,12 +136,16 @@ def test_l1_health_beside_sixty_four_streams(loaded: RunningServer) -> None:
             answers = await asyncio.gather(*(exchange(loaded, post(C, body)) for _ in range(64)))
         return watch, list(answers)
 
-    watch, streams = asyncio.run(everybody())
-    print(f"{watch}; longest gap {max(answer.longest_gap for answer in streams):.2f} s")
+    for _ in range(2):  # as above
+        watch, streams = asyncio.run(everybody())
+        longest = max(answer.longest_gap for answer in streams)
+        print(f"{watch}; longest gap {longest:.2f} s")
+        if quantile(watch.health, 0.99) < 1.0 and longest < 2.0:
+            break
     assert len(watch.health) > 3
     assert quantile(watch.health, 0.99) < 1.0
     assert all(answer.status == 200 and b"[DONE]" in answer.body[-40:] for answer in streams)
-    assert max(answer.longest_gap for answer in streams) < 2.0
+    assert longest < 2.0
 
 
 def test_l1_health_runs_no_model(loaded: RunningServer) -> None:
@@ -202,17 +210,10 @@ def test_l3_five_hundred_at_once_of_whom_half_leave(tight: RunningServer, stream
         assert "\nretry-after: " in answer.head
     assert any(answer.status == 200 for answer in answers)
     tight.wait_idle(5.0)
-    assert waiting(tight) == 0
+    assert tight.metric("num_requests_waiting") == 0
     assert open_files(tight.process.pid) < FILES
     assert memory(tight.process.pid) - before < 100 * 2**20
     assert "Traceback" not in tight.log()
-
-
-def waiting(server: RunningServer) -> int:
-    for line in server.http.get("/metrics").text.splitlines():
-        if line.startswith("headroom:num_requests_waiting "):
-            return int(float(line.rsplit(" ", 1)[1]))
-    raise AssertionError("/metrics does not say how many wait")
 
 
 def test_l3_a_hundred_that_say_nothing(tight: RunningServer, rand_known: Known) -> None:
@@ -240,14 +241,7 @@ def test_l3_abandoned_waiters_are_dropped(tight: RunningServer) -> None:
                 await stack.enter_async_context(connected(tight, post(C, body)))
             await asyncio.sleep(0.5)
 
-    before = generated(tight)
+    before = tight.metric("generation_tokens_total")
     asyncio.run(crowd())
     tight.wait_idle(5.0)
-    assert generated(tight) - before < 40 * 200 / 2
-
-
-def generated(server: RunningServer) -> int:
-    for line in server.http.get("/metrics").text.splitlines():
-        if line.startswith("headroom:generation_tokens_total "):
-            return int(float(line.rsplit(" ", 1)[1]))
-    raise AssertionError("/metrics does not count tokens")
+    assert tight.metric("generation_tokens_total") - before < 40 * 200 / 2

@@ -69,11 +69,11 @@ def test_l5_told_to_stop_lets_streams_finish(folder: Path, sign: signal.Signals)
     """New work is refused at once, streams in flight end as they would have, the exit code is 0."""
     with running(folder, *FLAGS, "--grace", "30") as server:
         orphans = children(server.process.pid)
-        with told(server, 4, max_tokens=200) as answers:
+        with told(server, 4, max_tokens=400) as answers:
             server.process.send_signal(sign)
-            time.sleep(0.1)
-            assert refused(server)
-        assert [(a.finish, a.done, a.text) for a in answers] == [("length", True, " worldHello" * 100)] * 4
+            assert within(10, lambda: refused(server))
+            assert len(answers) < 4, "while they go on"
+        assert [(a.finish, a.done, a.text) for a in answers] == [("length", True, " worldHello" * 200)] * 4
         assert server.wait() == 0
         assert gone_within(orphans, 5)
         assert "Traceback" not in server.log()
@@ -83,7 +83,7 @@ def refused(server: RunningServer) -> bool:
     """Whether a new request gets a 503 or no connection at all."""
     try:
         reply = httpx.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 1}, trust_env=False)
-    except httpx.ConnectError:
+    except (httpx.ConnectError, httpx.ReadError):  # not even accepted, or with the listener's last ones
         return True
     return reply.status_code == 503 and "error" in reply.json()
 
@@ -131,7 +131,7 @@ def test_l5_told_to_stop_with_requests_waiting(folder: Path) -> None:
             waiting = [threading.Thread(target=wait) for _ in range(3)]
             for thread in waiting:
                 thread.start()
-            assert within(10, lambda: "num_requests_waiting 3.0" in server.http.get("/metrics").text)
+            assert within(10, lambda: server.metric("num_requests_waiting") == 3)
             server.terminate()
             assert server.wait(10) == 0
             for thread in waiting:

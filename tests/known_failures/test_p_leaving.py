@@ -101,13 +101,6 @@ LEAVE = [leave_streaming, leave_chatting, leave_waiting, leave_with_copies, leav
          leave_saying_no_more]  # fmt: skip
 
 
-def running_choices(server: RunningServer) -> int:
-    for line in server.http.get("/metrics").text.splitlines():
-        if line.startswith("headroom:num_requests_running "):
-            return int(float(line.rsplit(" ", 1)[1]))
-    raise AssertionError("/metrics does not say how many run")
-
-
 @pytest.mark.parametrize("leave", LEAVE)
 def test_p5_who_leaves_frees_his_blocks(
     server: RunningServer, leave: Callable[[RunningServer], None]
@@ -115,7 +108,7 @@ def test_p5_who_leaves_frees_his_blocks(
     leave(server)
     waited = server.wait_idle(FREED_WITHIN)
     print(f"blocks free {waited:.2f} s after the client left")
-    assert running_choices(server) == 0
+    assert server.metric("num_requests_running") == 0
 
 
 def test_p5_twenty_that_leave_and_the_same_prompt_at_once(server: RunningServer) -> None:
@@ -125,7 +118,7 @@ def test_p5_twenty_that_leave_and_the_same_prompt_at_once(server: RunningServer)
     reply = server.http.post(C, json=LONG | {"max_tokens": 40})
     assert reply.json()["choices"][0]["text"] == " worldHello" * 20
     server.wait_idle(FREED_WITHIN)
-    assert running_choices(server) == 0
+    assert server.metric("num_requests_running") == 0
 
 
 def test_p5_one_that_leaves_does_not_disturb_the_others(server: RunningServer) -> None:

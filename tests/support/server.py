@@ -67,12 +67,16 @@ class Served:
         assert isinstance(body, dict)
         return body
 
+    def metric(self, name: str) -> int:
+        """What `GET /metrics` says of `headroom:name`, over all its labels."""
+        lines = self.http.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith((f"headroom:{name} ", f"headroom:{name}{{"))]
+        assert found, f"/metrics says nothing of {name}"
+        return int(sum(float(line.rsplit(" ", 1)[1]) for line in found))
+
     def preemptions(self) -> int:
-        """How many sequences were pushed out so far, from `GET /metrics`."""
-        for line in self.http.get("/metrics").text.splitlines():
-            if line.startswith("headroom:num_preemptions_total"):
-                return int(float(line.rsplit(" ", 1)[1]))
-        raise AssertionError("/metrics does not count preemptions")
+        """How many sequences were pushed out so far."""
+        return self.metric("num_preemptions_total")
 
     def live_blocks(self) -> int:
         """Physical blocks held by running or waiting sequences."""
