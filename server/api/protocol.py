@@ -12,10 +12,11 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from server.api.errors import ApiError
 from server.api.identity import own_id
+from server.api.one_version import OneVersion
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -26,7 +27,7 @@ LINGER_SECONDS = 5.0  # after a refusal, in which the client may read it before 
 HEAD_SECONDS = 30.0  # from a connection (or the first byte of a next request) to the end of its head
 
 
-class BoundedHttp(HttpToolsProtocol):
+class BoundedHttp(OneVersion):
     """uvicorn's protocol, which of itself would wait for a head, and keep what came of it, without end.
 
     And which stops reading while a next request waits, so that it cannot see the client leave, and then tells
@@ -121,9 +122,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._waiting_bytes = 0
         super()._start_asgi_task(cycle, app)
 
-    def on_message_complete(self) -> None:
+    def request_ended(self) -> None:
         """The parser has a whole request; what comes next is a head."""
-        super().on_message_complete()
         self._stop_timer()
         self._in_head = True
 
