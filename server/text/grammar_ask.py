@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NoReturn
 
 from server.text.checks import is_list, refuse, text
@@ -17,7 +18,14 @@ MAX_DEPTH = 64
 INVALID = "invalid_grammar"
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_HARMLESS: Mapping[str, object] = {"disable_any_whitespace": True, "disable_fallback": True}
+# What else vLLM has there, with the values that ask for nothing: its defaults, and what is so here anyway.
+_UNSUPPORTED: Mapping[str, tuple[bool, ...]] = {
+    "structural_tag": (),
+    "whitespace_pattern": (),
+    "disable_any_whitespace": (False, True),
+    "disable_fallback": (False, True),
+    "disable_additional_properties": (False,),
+}
 _AT_LEAST = ("minItems", "minLength", "minProperties")
 _DATA = ("const", "enum", "default", "examples", "example")  # what stands there is no schema
 
@@ -69,7 +77,7 @@ def _structured_outputs(value: Any) -> GrammarAsk | None:
     param = "structured_outputs"
     given = {name: entry for name, entry in _object(param, value).items() if entry is not None}
     for name, entry in given.items():
-        if name not in _KINDS and entry != _HARMLESS.get(name):
+        if name in _UNSUPPORTED and not any(entry is harmless for harmless in _UNSUPPORTED[name]):
             path = f"{param}.{name}"
             raise RequestError(
                 f"{path}: not supported by this server; leave it out.", path, "unsupported_parameter"
@@ -125,10 +133,7 @@ def _schema(param: str, value: Any) -> GrammarAsk:
     if isinstance(value, str):
         if len(value) > MAX_BYTES:
             raise refuse(param, len(value), f"at most {MAX_BYTES} bytes are allowed", INVALID)
-        try:
-            value = json.loads(value, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{param}: not JSON ({error}).", param, INVALID) from None
+        value = _parsed(param, value)
     if not isinstance(value, Mapping):
         raise refuse(param, value, "must be a JSON schema (an object)", INVALID)
     if "x-guidance" in value:
@@ -137,8 +142,33 @@ def _schema(param: str, value: Any) -> GrammarAsk:
     return _bounded(param, "json", json.dumps(value, sort_keys=False))
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+def _parsed(param: str, source: str) -> Any:
+    try:
+        return json.loads(source, parse_constant=_no_number, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at line {error.lineno}, column {error.colno}"
+    except _NoNumber as error:
+        why = f"{error} is not a number it can hold"
+    except RecursionError:
+        why = "nested too deeply"
+    except ValueError:  # Python's own limit on the digits of an integer
+        why = "a number has too many digits"
+    raise RequestError(f"{param}: not JSON ({why}).", param, INVALID)
+
+
+class _NoNumber(ValueError):
+    """The words of the text that stand for one."""
+
+
+def _no_number(name: str) -> NoReturn:
+    raise _NoNumber(name)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not isfinite(value):
+        raise _NoNumber(digits[:30])
+    return value
 
 
 def _check_schema(param: str, schema: Mapping[str, Any]) -> None:

@@ -35,6 +35,9 @@ WRAPPED = {"name": "x", "schema": SCHEMA, "strict": True, "description": "d"}
         ({"type": "text"}, {"regex": "a"}, ("structured_outputs.regex", "regex", "a")),
         (None, {"regex": "a", "disable_any_whitespace": True, "whitespace_pattern": None},
          ("structured_outputs.regex", "regex", "a")),
+        (None, {"regex": "a", "disable_any_whitespace": False, "disable_fallback": False, "foo": 1,
+                "disable_additional_properties": False, "structural_tag": None},  # vLLM's defaults
+         ("structured_outputs.regex", "regex", "a")),
     ],
 )  # fmt: skip
 def test_what_is_asked_for(format: Any, structured: Any, expected: tuple[str, str, str] | None) -> None:
@@ -56,7 +59,9 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": {}, "regex": "a"}, "", "exactly one"),
         ({"regex": "a", "structural_tag": "x"}, ".structural_tag", "not supported"),
         ({"json": {}, "whitespace_pattern": " *"}, ".whitespace_pattern", "not supported"),
-        ({"json": {}, "disable_any_whitespace": False}, ".disable_any_whitespace", "not supported"),
+        ({"json": {}, "disable_any_whitespace": 1}, ".disable_any_whitespace", "not supported"),
+        ({"json": {}, "disable_additional_properties": True}, ".disable_additional_properties", "not sup"),
+        ({"foo": 1}, "", "exactly one of json"),
         ({"regex": 3}, ".regex", "must be a string"),
         ({"regex": ""}, ".regex", "must not be empty"),
         ({"grammar": " \n"}, ".grammar", "must not be empty"),
@@ -73,8 +78,10 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": [1]}, ".json", "must be a JSON schema"),
         ({"json": True}, ".json", "must be a JSON schema"),
         ({"json": "{"}, ".json", "not JSON"),
-        ({"json": "[" * 50_000}, ".json", "not JSON"),
-        ({"json": '{"minimum": NaN}'}, ".json", "NaN is not a JSON number"),
+        ({"json": "[" * 50_000}, ".json", "not JSON (nested too deeply)"),
+        ({"json": '{"minimum": NaN}'}, ".json", "not JSON (NaN is not a number"),
+        ({"json": '{"minimum": 1e999}'}, ".json", "not JSON (1e999 is not a number"),
+        ({"json": f'{{"minimum": {"9" * 5000}}}'}, ".json", "not JSON (a number has too many digits)"),
         ({"json": '"text"'}, ".json", "must be a JSON schema"),
         ({"json": nested(65)}, ".json", "64 deep"),
         ({"json": json.dumps(nested(65))}, ".json", "64 deep"),
