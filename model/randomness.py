@@ -38,15 +38,16 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def exponential(key: Tensor, counter: Tensor) -> Tensor:
-    """Exponential noise of mean 1, fp64 and above 0, for each (key, counter): int64, broadcast together.
+    """Exponential noise of mean 1, fp64, above 0, finite, for each (key, counter): int64, broadcast together.
 
     The same hash once more; its upper 53 bits are the fraction `f` of -log(1 - f), each moved up by half a
-    step so that none is 0.
+    step so that none is 0, and the last, which would round up to 1, back to the largest number below it.
     """
     state = key + (counter + 1) * _signed(_GOLDEN)
     state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
     fraction = (_shifted(state ^ _shifted(state, 31), 11).to(torch.float64) + 0.5) / 2**53
+    fraction.clamp_(max=1 - 2.0**-53)
     return -torch.log1p(-fraction)
 
 

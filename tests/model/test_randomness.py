@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from model.randomness import exponential, row_keys
@@ -56,6 +57,25 @@ def test_noise_is_exponential_along_keys_and_counters() -> None:
     even(u.ravel())
     even(u.T.ravel())
     assert np.abs(np.corrcoef(u, rowvar=False) - np.eye(400)).max() < 5.5 / np.sqrt(300)
+
+
+def undone(state: int) -> int:
+    """The number that splitmix64's finaliser makes `state` of."""
+    for shift, multiplier in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        x = state
+        for _ in range(64 // shift):
+            x = state ^ x >> shift
+        state = x * pow(multiplier, -1, 2**64) % 2**64
+    return state
+
+
+@pytest.mark.parametrize("hashed", [0, 2**64 - 1, 2**64 - 2**11])
+def test_the_ends_of_the_noise_are_finite_and_above_0(hashed: int) -> None:
+    """Infinite noise would let a token win that is not in the race."""
+    key = (undone(hashed) - 0x9E3779B97F4A7C15) % 2**64
+    keys = torch.from_numpy(np.array([[key]], dtype=np.uint64).view(np.int64))
+    found = exponential(keys, torch.zeros(1, dtype=torch.int64))
+    assert found.item() == pytest.approx(53 * np.log(2) if hashed else 2.0**-54, abs=0)
 
 
 def test_noise_is_the_definition_to_the_last_bit() -> None:
