@@ -93,6 +93,9 @@ def token_routes(state: ApiState) -> APIRouter:
             if (body.prompt is None) == (body.messages is None):
                 raise ApiError(400, "prompt: send either a prompt or messages.", "prompt", "missing_field")
             if body.messages is not None:
+                if body.add_special_tokens:
+                    message = "add_special_tokens: not supported with messages, whose template has its own."
+                    raise ApiError(400, message, "add_special_tokens", "unsupported_parameter")
                 tokenizing = state.preparer.tokenize_chat(body.messages)
             else:
                 special = body.add_special_tokens is not False

@@ -230,7 +230,7 @@ class TokenizeBody(Wire):
     add_special_tokens: bool | None = Field(
         None,
         description="Whether a prompt gets the tokens (such as BOS) that completions give it; default true. "
-        "A conversation gets those of its template.",
+        "A conversation has those of its template, so true is an error there.",
     )
 
 

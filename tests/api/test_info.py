@@ -76,7 +76,9 @@ async def test_tokens_refused(words: Path) -> None:
             {"messages": "a"},
             {"prompt": ["a"]},
         ]
+        chat = [{"role": "user", "content": "a"}]
         bodies += [{"messages": []}, {"prompt": "a", "return_token_strs": True}]
+        bodies += [{"messages": chat, "add_special_tokens": True}]
         for body in bodies:
             check_error(await api.http.post("/tokenize", json=body), 400)
         for tokens in ([384], [-1], [2**70], ["a"], [True], "ab", None):
