@@ -21,8 +21,8 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the catalogue. `exact` says that tokens are chosen by the model's own scores, greedily
-    or by a seed: then a tie can be shown by them. Penalties, biases and grammars choose by other scores."""
+    """One request of the catalogue. `exact` says that tokens are chosen by the model's own scores, so that a
+    greedy one's ties can be shown by them. Penalties, biases and grammars choose by other scores."""
 
     name: str
     path: str
@@ -77,7 +77,7 @@ CARD = {
 }
 LIST = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3}
 
-# Each makes the body of one kind; its name, and whether its choices are exact (see Ask).
+# Each makes the body of one kind; its name, and whether its tokens are exact (see Ask).
 KINDS: tuple[tuple[str, bool, Callable[[int], Fields]], ...] = (
     ("greedy", True, lambda i: _completion(i)),
     ("greedy chat", True, lambda i: _chat(i)),
@@ -87,7 +87,7 @@ KINDS: tuple[tuple[str, bool, Callable[[int], Fields]], ...] = (
     ("prompt of ids", True, lambda i: _completion(i, prompt=[5 + i, 60, 61, 62, 63, 64, 65])),
     ("seed", True, lambda i: _completion(i, **_drawn(i, max_tokens=80))),
     ("seed, top_k", True, lambda i: _chat(i, **_drawn(i, top_k=40))),
-    ("seed, top_p, top_k", True, lambda i: _chat(i, **_drawn(i, top_p=0.9))),
+    ("seed, top_p, top_k", True, lambda i: _chat(i, **_drawn(i, top_p=0.9, top_k=200))),
     ("seed, min_p", True, lambda i: _shared(i, **_drawn(i, temperature=1.2, min_p=0.05))),
     ("three choices", True, lambda i: _chat(i, **_drawn(i, n=3))),
     ("four choices of a shared prefix", True, lambda i: _shared(i, **_drawn(i, temperature=1, n=4))),
