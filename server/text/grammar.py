@@ -21,6 +21,7 @@ from server.text.grammar_matcher import Compiled, GrammarSource, write_constrain
 from server.text.grammar_process import GrammarLimits, GrammarProcess
 
 _KEPT, _KEPT_BYTES = 256, 256 * 2**20  # grammars, and the memory of all of them together
+_HELD_BYTES = 2**30  # of these and all that answers still need, of which one may take 256 MiB
 _WAITING = 32  # grammars that wait for the worker; each may take it a second
 
 
@@ -39,6 +40,10 @@ class _Compilation:
     task: asyncio.Task[Compiled | str]
     waiting: int = 0
     begun: bool = False
+
+
+class _Busy(Exception):
+    """Another time it may be compiled; the message is for the client."""
 
 
 class Grammars:
@@ -60,11 +65,14 @@ class Grammars:
 
     async def hold(self, ask: GrammarAsk, ends: Iterable[int]) -> Held:
         """The grammar of `ask` for an answer that one of `ends` ends. Raises RequestError (400; 503 where too
-        many wait to be compiled)."""
+        many wait to be compiled or are in use)."""
         try:
             found = await self._find(ask)
         except GrammarTimeout as error:
             found = str(error)
+        except _Busy as error:
+            told = f"{ask.param}: {error}; try again soon."
+            raise RequestError(told, ask.param, "too_many_grammars", status=503) from None
         if isinstance(found, str):
             raise RequestError(f"{ask.param}: {found}.", ask.param, INVALID)
         return Held(write_constraint(ends, found.lark), found)
@@ -87,9 +95,9 @@ class Grammars:
         one = self._running.get(key)
         if one is None:
             if len(self._running) >= _WAITING:
-                message = f"{ask.param}: {_WAITING} grammars wait to be compiled already; try again soon."
-                raise RequestError(message, ask.param, "too_many_grammars", status=503)
+                raise _Busy(f"{_WAITING} grammars wait to be compiled already")
             one = self._running[key] = _Compilation(asyncio.create_task(self._compile(key, ask)))
+            one.task.add_done_callback(_seen)
         one.waiting += 1
         try:
             return await asyncio.shield(one.task)
@@ -114,6 +122,9 @@ class Grammars:
         self.compilations += 1
         try:
             approved = await self._process.compile(ask.kind, ask.source)
+            self._evict()  # what is kept has grown since it was
+            if self._source.nbytes + approved.nbytes > _HELD_BYTES:
+                raise _Busy(f"the grammars in use take {_HELD_BYTES // 2**20} MiB already")
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(
                 self._pool, self._source.compile, approved.lark, approved.nbytes
@@ -124,11 +135,20 @@ class Grammars:
             return str(error).removesuffix(".")
 
     def _keep(self, key: bytes, found: Compiled | str) -> None:
-        """The least recently used go first; those that answers still hold stay known to the source."""
         self._kept[key] = found
         self._kept.move_to_end(key)
+        self._evict()
+
+    def _evict(self) -> None:
+        """The least recently used go first; those that answers still hold stay known to the source."""
         while len(self._kept) > 1 and (len(self._kept) > _KEPT or self._size() > _KEPT_BYTES):
             self._kept.popitem(last=False)
 
     def _size(self) -> int:
         return sum(found.nbytes for found in self._kept.values() if isinstance(found, Compiled))
+
+
+def _seen(task: asyncio.Task[Compiled | str]) -> None:
+    """An error that nobody waits for any more is nothing for the log."""
+    if not task.cancelled():
+        task.exception()

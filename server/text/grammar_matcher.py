@@ -167,6 +167,12 @@ class GrammarSource:
         self._inner: LLTokenizer | None = None
         self._known: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
 
+    @property
+    def nbytes(self) -> int:
+        """About what all grammars take that somebody holds."""
+        with self._lock:
+            return sum(compiled.nbytes for compiled in self._known.values())
+
     def pieces(self) -> list[bytes | None]:
         """Each token's bytes, None for those that an answer within a grammar never has. Raises GrammarError
         if the tokenizer's tokens have no bytes of their own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -216,6 +217,28 @@ async def test_only_so_many_wait(grammars: Grammars, monkeypatch: pytest.MonkeyP
     assert await hold(grammars, regex="a"), "it is there already"
     assert await hold(grammars, regex="b{2}"), "it is waited for already"
     await asyncio.gather(*tasks)
+    assert await hold(grammars, regex="c")
+
+
+async def test_only_so_much_is_in_use(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What answers hold counts as much as what is kept for others."""
+    monkeypatch.setattr("server.text.grammar._KEPT", 1)
+    held = [await hold(grammars, regex=f"a{{{i}}}") for i in range(1, 6)]
+    monkeypatch.setattr("server.text.grammar._HELD_BYTES", sum(one.compiled.nbytes for one in held))
+    with pytest.raises(RequestError, match="in use take") as caught:
+        await hold(grammars, regex="b")
+    assert (caught.value.status, caught.value.code) == (503, "too_many_grammars")
+    del held[:2], caught
+    gc.collect()
+    assert await hold(grammars, regex="b"), "nothing is remembered against it"
+
+
+async def test_what_is_only_kept_makes_room(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that make a kept grammar grow must not keep everybody from a new one."""
+    (await hold(grammars, regex="a")).compiled.steps = 10_000
+    (await hold(grammars, regex="b")).compiled.steps = 10_000
+    monkeypatch.setattr("server.text.grammar._KEPT_BYTES", 15 * 2**20)
+    monkeypatch.setattr("server.text.grammar._HELD_BYTES", 20 * 2**20)
     assert await hold(grammars, regex="c")
 
 
