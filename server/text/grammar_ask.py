@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from server.text.checks import is_list, refuse, text
 from server.text.errors import RequestError, shown
 from server.text.grammar_build import MAX_AT_LEAST
+from server.text.grammar_schema import DATA, NAMED, told
 
 MAX_BYTES = 64 * 2**10
 """Of a schema, a pattern or a grammar, as UTF-8."""
@@ -27,7 +28,6 @@ _UNSUPPORTED: Mapping[str, tuple[bool, ...]] = {
     "disable_additional_properties": (False,),
 }
 _AT_LEAST = ("minItems", "minLength", "minProperties")
-_DATA = ("const", "enum", "default", "examples", "example")  # what stands there is no schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _structured_outputs(value: Any) -> GrammarAsk | None:
             return _any_object(path)
         case kind:
             source = text(path, asked)
-            if not source.strip():
+            if not (source if kind == "regex" else source.strip()):
                 raise RequestError(f"{path}: must not be empty.", path, INVALID)
             return _bounded(path, kind, source)
 
@@ -142,6 +142,10 @@ def _schema(param: str, value: Any) -> GrammarAsk:
     return _bounded(param, "json", json.dumps(value, sort_keys=False))
 
 
+    try:
+        value = told(value)
+    except ValueError as error:
+        raise RequestError(f"{param}: {error}.", param, INVALID) from None
 def _parsed(param: str, source: str) -> Any:
     try:
         return json.loads(source, parse_constant=_no_number, parse_float=_finite)
@@ -180,13 +184,11 @@ def _check_schema(param: str, schema: Mapping[str, Any]) -> None:
             raise RequestError(f"{param}: nested more than {MAX_DEPTH} deep.", param, INVALID)
         if isinstance(value, Mapping):
             for name, entry in value.items():
-                if is_schema and name in _DATA:
+                if is_schema and name in DATA:
                     continue
                 if is_schema and name in _AT_LEAST:
                     _check_bound(param, name, entry)
-                # Names of properties and definitions are no keywords; what stands under them is a schema.
-                named = is_schema and name in ("properties", "patternProperties", "$defs", "definitions")
-                stack.append((entry, depth + 1, not named))
+                stack.append((entry, depth + 1, not (is_schema and name in NAMED)))
         elif isinstance(value, list):
             stack.extend((entry, depth + 1, True) for entry in value)
 
