@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
@@ -18,6 +19,11 @@ from tests.support.command import InProcess
 # Tiny models only get slower with more threads, and threads that wait for each other on a busy machine
 # make everything slower: even the default model loses more than it wins.
 torch.set_num_threads(1)
+
+# What a shell runs in the background, it runs with Ctrl-C ignored, and so would be every program that a test
+# starts and interrupts: unlike what is ignored, what is handled here is not inherited.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
