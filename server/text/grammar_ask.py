@@ -122,6 +122,9 @@ def _bounded(param: str, kind: str, source: str) -> GrammarAsk:
 def _choice(param: str, value: Any) -> GrammarAsk:
     if not is_list(value) or not value:
         raise refuse(param, value, "must be a list of at least one string", INVALID)
+    if len(value) > MAX_BYTES:
+        message = f"{param}: {len(value)} strings have more than {MAX_BYTES} bytes, the most allowed."
+        raise RequestError(message, param, INVALID)
     for index, alternative in enumerate(value):
         if not text(f"{param}[{index}]", alternative):
             raise RequestError(f"{param}[{index}]: an alternative must not be empty.", param, INVALID)
@@ -138,14 +141,15 @@ def _schema(param: str, value: Any) -> GrammarAsk:
         raise refuse(param, value, "must be a JSON schema (an object)", INVALID)
     if "x-guidance" in value:
         raise RequestError(f"{param}.x-guidance: not supported by this server.", param, INVALID)
+    _bounded(param, "json", json.dumps(value))  # before it is walked through, which would take seconds
     _check_schema(param, value)
-    return _bounded(param, "json", json.dumps(value, sort_keys=False))
-
-
     try:
         value = told(value)
     except ValueError as error:
         raise RequestError(f"{param}: {error}.", param, INVALID) from None
+    return _bounded(param, "json", json.dumps(value, sort_keys=False))
+
+
 def _parsed(param: str, source: str) -> Any:
     try:
         return json.loads(source, parse_constant=_no_number, parse_float=_finite)
