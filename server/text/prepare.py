@@ -181,6 +181,7 @@ class Preparer:
         encoded = []
         for name, content in zip(names, texts, strict=True):
             encoded.append(await self.tokenize(content, special=special, name=name))
+            await asyncio.sleep(0)  # short ones are tokenised at once, and there may be 128 of them
             if len(encoded[-1]) > variant.max_len:  # then the others need not be read
                 raise too_long(name, str(len(encoded[-1])), variant.max_len)
         return encoded

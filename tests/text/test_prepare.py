@@ -286,6 +286,21 @@ async def test_long_texts_do_not_hold_up_the_loop(preparer: Preparer) -> None:
     assert longest < (last - started) / 2  # on the loop it would be one long pause
 
 
+async def test_many_short_texts_leave_the_loop_its_turns(preparer: Preparer) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    await completion(preparer, ["fine"] * 100)
+    task.cancel()
+    assert turns >= 100
+
+
 async def test_a_base_model_starts_and_only_chat_is_refused(tmp_path: Path) -> None:
     sentencepiece_file()(tmp_path)
     preparer = make(tmp_path, rows=400)
