@@ -40,8 +40,9 @@ commands:
   compare [MODEL]           measure what its attention modes save, and cost
   convert MODEL OUT         write a model again with other KV heads
 
-MODEL is
-{flags.MODEL_HELP}.
+MODEL:
+  {flags.MODEL_HELP}
+
 `headroom COMMAND --help` explains a command's flags; `headroom --version` tells
 the version.
 """

@@ -68,7 +68,7 @@ def _add_cache(cache: Group) -> None:
         "--kv-memory",
         type=size,
         metavar="SIZE",
-        help="size of the pool, as 2GiB or 512MB (default on a CPU: 2GiB, or a quarter of free memory)",
+        help="size of the pool, as 2GiB or 512MB (default on a CPU: 2GiB, at most a quarter of what is free)",
     )
     pool.add_argument(
         "--kv-fraction",
@@ -121,7 +121,7 @@ def _add_door(door: Group) -> None:
         type=key,
         default=[],
         metavar="KEY",
-        help="a key that clients must send; give several, or set HEADROOM_API_KEY (default: no key)",
+        help="a key that clients must send; repeat it for several, or set HEADROOM_API_KEY (default: no key)",
     )
     door.add_argument(
         "--allowed-hosts",
