@@ -59,6 +59,7 @@ def _response_format(value: Any) -> GrammarAsk | None:
         case "text":
             return None
         case "json_object":
+            _no_schema_beside(value)
             return _any_object(param)
         case "json_schema":
             pass
@@ -101,6 +102,19 @@ def _structured_outputs(value: Any) -> GrammarAsk | None:
             if not (source if kind == "regex" else source.strip()):
                 raise RequestError(f"{path}: must not be empty.", path, INVALID)
             return _bounded(path, kind, source)
+
+
+def _no_schema_beside(value: Mapping[str, Any]) -> None:
+    """Some servers take a schema for `json_object`; to leave it out of account would be another answer."""
+    for name in ("schema", "json_schema"):
+        if value.get(name) not in (None, {}):
+            path = f"response_format.{name}"
+            raise RequestError(
+                f"{path}: not allowed with the type json_object; a schema goes with the type json_schema, as "
+                '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}.',
+                path,
+                INVALID,
+            )
 
 
 def _any_object(param: str) -> GrammarAsk:

@@ -23,6 +23,7 @@ WRAPPED = {"name": "x", "schema": SCHEMA, "strict": True, "description": "d"}
         (None, None, None),
         ({"type": "text"}, None, None),
         ({"type": "json_object"}, None, ("response_format", "json", ANY)),
+        ({"type": "json_object", "schema": {}, "json_schema": None}, None, ("response_format", "json", ANY)),
         (
             {"type": "json_schema", "json_schema": WRAPPED},
             None,
@@ -127,6 +128,8 @@ def timed(work: Callable[[], object]) -> float:
         ({"type": "grammar"}, "response_format.type"),
         ({"type": None}, "response_format.type"),
         ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_object", "schema": SCHEMA}, "response_format.schema"),
+        ({"type": "json_object", "json_schema": WRAPPED}, "response_format.json_schema"),
         ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
         ({"type": "json_schema", "json_schema": WRAPPED | {"name": 3}}, "response_format.json_schema.name"),
         (
