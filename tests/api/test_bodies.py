@@ -161,7 +161,7 @@ async def test_too_large_in_chunks(words: Path) -> None:
 
 async def test_a_body_that_drips(words: Path) -> None:
     """Each byte in time, and the whole never."""
-    async with serving(words, body_seconds=0.1) as api:
+    async with serving(words, body_seconds=0.3) as api:
         reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: 1000\r\n\r\n".encode())
@@ -169,10 +169,10 @@ async def test_a_body_that_drips(words: Path) -> None:
         answer = asyncio.ensure_future(reader.readline())
         while not answer.done():
             writer.write(b" ")
-            await asyncio.wait({answer}, timeout=0.05)
-            assert time.monotonic() - begin < 5
+            await asyncio.wait({answer}, timeout=0.02)
+            assert time.monotonic() - begin < 15
         assert (await answer).startswith(b"HTTP/1.1 408 ")
-        assert time.monotonic() - begin > 0.9
+        assert time.monotonic() - begin > 2.9
         writer.close()
 
 
