@@ -57,7 +57,7 @@ class Engine:
         )
         self._works: dict[str, Work] = {}
         self._arrivals = 0
-        self._aborts: list[tuple[str, int | None]] = []
+        self._aborts: list[tuple[str, int | None, FinishReason]] = []
         self._stumbled = False  # the last plan failed
         self._dead: str | None = None
 
@@ -96,10 +96,12 @@ class Engine:
             raise ValueError("this engine was built without grammars")
         return self._matchers.matcher(request.constraint)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
         """End one choice, or all, at the start of the next step. What is unknown or over is ignored."""
         if request_id in self._works:
-            self._aborts.append((request_id, index))
+            self._aborts.append((request_id, index, reason))
 
     # ---- the step ----
 
@@ -126,14 +128,13 @@ class Engine:
 
     def _carry_out_aborts(self, events: list[TokenEvent]) -> None:
         aborts, self._aborts = self._aborts, []
-        for request_id, index in aborts:
+        for request_id, index, reason in aborts:
             work = self._works.get(request_id)
             if work is None:
                 continue
-            chosen = work.sequences if index is None else work.sequences[index : index + 1]
-            for sequence in chosen:
+            for sequence in work.sequences if index is None else work.sequences[index : index + 1]:
                 if sequence.finish is None:
-                    self._end(sequence, FinishReason.ABORT, events)
+                    self._end(sequence, reason, events)
 
     def _plan(self, events: list[TokenEvent]) -> Plan:
         """A plan that leads somewhere; a failed one is tried again in the next step, and then it is fatal."""

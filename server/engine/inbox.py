@@ -15,7 +15,7 @@ from typing import Any
 
 from server.engine.engine import Engine
 from server.engine.errors import EngineDead
-from server.engine.request import Request
+from server.engine.request import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,11 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End one choice of a request, or all."""
+    """End one choice of a request, or all; `reason` is what the end counts as."""
 
     request_id: str
-    index: int | None
+    index: int | None = None
+    reason: FinishReason = FinishReason.ABORT
 
 
 @dataclass(frozen=True, slots=True)

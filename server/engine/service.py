@@ -23,7 +23,7 @@ from server.engine.engine import Engine
 from server.engine.errors import ConfigError, Draining, EngineDead, QueueFull
 from server.engine.inbox import Abort, Ask, Command, Inbox, Stop, Submit, refuse_asks, take
 from server.engine.pace import Pace
-from server.engine.request import Request, TokenEvent, failed
+from server.engine.request import FinishReason, Request, TokenEvent, failed
 from server.engine.sharing import Shared
 from server.engine.stats import EngineStats, Health, Status
 from server.engine.stream import TokenStream
@@ -89,17 +89,19 @@ class EngineService:
             raise ValueError(f"request id {request.id!r} is in flight already")
         choices = len(request.prompts) * request.n
         # The stream gets a part of the queue and nothing of the service: safe in a destructor.
-        stream = TokenStream(choices, partial(self._inbox.put, Abort(request.id, None)))
+        stream = TokenStream(choices, partial(self._inbox.put, Abort(request.id)))
         self._unfinished[request.id] = set(range(choices))
         self._streams[request.id] = stream
         self._submitted += 1
         self._inbox.put(Submit(request))
         return stream
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends one choice, or all: an event with FinishReason.ABORT follows for each that was not over. What
-        is unknown or over is ignored. Blocks are free at the next step boundary."""
-        self._inbox.put(Abort(request_id, index))
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        """Ends one choice, or all: an event with `reason` follows for each that was not over. What is unknown
+        or over is ignored. Blocks are free at the next step boundary."""
+        self._inbox.put(Abort(request_id, index, reason))
 
     async def report(self, check: bool = False) -> CacheReport:
         """The cache as it is between two steps; `check` reconciles every block first (CacheError if the
@@ -246,7 +248,7 @@ class EngineService:
         if isinstance(command, Ask):
             command.put_to(self._engine)
         elif isinstance(command, Abort):
-            self._engine.abort(command.request_id, command.index)
+            self._engine.abort(command.request_id, command.index, command.reason)
         elif isinstance(command, Submit):
             self._take_in(command.request)
             self._snapshot = self._look(self._snapshot.accepted + 1)

@@ -68,8 +68,10 @@ class TokenService(Protocol):
         """Raises QueueFull, Draining or EngineDead; the stream ends after every choice has ended."""
         ...
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends one choice or the whole request; unknown or ended ids are ignored."""
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        """Ends one choice or the whole request, as `reason`; unknown or ended ids are ignored."""
         ...
 
 
@@ -157,7 +159,7 @@ class Generation:
             if choice.take(event):
                 self._running -= 1
                 if event.finish is None:
-                    self._service.abort(self._prepared.request_id, event.index)
+                    self._service.abort(self._prepared.request_id, event.index, FinishReason.STOP)
         over = self._failure is not None or not self._running
         ready = [index for index, choice in self._changed.items() if over or not choice.waits]
         self._items.extend(self._changed.pop(index).delta(index) for index in ready)

@@ -116,7 +116,9 @@ class FakeService:
         blocks = -(-tokens // BLOCK_SIZE) * KV_HEADS
         return KVPeak(blocks, blocks, tokens, 0)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
         self.aborted.append((request_id, index))
         live = self._live.get(request_id)
         if live is not None:

@@ -34,7 +34,10 @@ class Script:
     async def submit(self, request: Request) -> Script:
         return self
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        assert reason is (FinishReason.ABORT if index is None else STOP)  # of one, because of its text
         assert request_id == "r"
         self.aborted.append(index)
 
