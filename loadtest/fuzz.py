@@ -32,6 +32,7 @@ from server.tools.compare.machine import commit, now, this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = "loadtest/results/fuzz.json"
+REQUESTS = 20_000
 FLAGS = (
     *("--dtype", "float32", "--threads", "1", "--kv-memory", "4MiB", "--max-model-len", "128"),
     *("--attention", "native,mha,mqa", "--head-map", "mean", "--log-level", "warning"),
@@ -189,17 +190,21 @@ def summary(found: dict[str, Any]) -> str:
 def main() -> int:
     """Fuzz, print the summary, write the JSON; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.fuzz", description=__doc__.partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=20_000, help="how many (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="how many (default: %(default)s)")
     parser.add_argument(
         "--seed", type=int, default=1, help="the same seed, the same requests (default: %(default)s)"
     )
     parser.add_argument("--model", default="", help="what to serve (default: a tiny checkpoint made for it)")
-    parser.add_argument("--json", default=str(ROOT / RESULT), metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--json", metavar="FILE", help=f"default: {RESULT} of a run as long as the default, none of a shorter"
+    )
     options = parser.parse_args()
     leave_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="headroom-fuzz-") as folder:
         found = run(options.model, options.requests, options.seed, Path(folder))
-    Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    kept = options.json or (ROOT / RESULT if options.requests >= REQUESTS else None)
+    if kept:
+        Path(kept).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(summary(found))
     for example in found["examples"][:10]:
         print(f"- {example['what']}\n  {example['shot'][:400]}")

@@ -257,7 +257,9 @@ def main() -> int:
     parser.add_argument("--kv-memory", default=default.kv_memory, help="the pool (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of the server (default: its own choice)")
     parser.add_argument("--seed", type=int, default=default.seed, help="who asks what (default: %(default)s)")
-    parser.add_argument("--json", default=str(ROOT / RESULT), metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--json", metavar="FILE", help=f"default: {RESULT} of a run as long as the default, none of a shorter"
+    )
     options = parser.parse_args()
     leave_on_sigterm()
     setup = Setup(
@@ -273,7 +275,9 @@ def main() -> int:
     except ServerFault as error:
         print(f"the soak failed: {error}", file=sys.stderr)
         return 1
-    Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    kept = options.json or (ROOT / RESULT if options.minutes >= default.minutes else None)
+    if kept:
+        Path(kept).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(
         f"{found['answers']:,} answers of {found['requests']:,} requests in "
         f"{found['loaded_seconds'] / 60:.1f} min: "

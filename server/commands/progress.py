@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 
 from model.progress import Progress
 
+_LINE_SECONDS = 15.0  # between two lines of a phase
 _BYTES = 2**20  # a phase of at least this total is counted in bytes, a smaller one in percent
 
 
@@ -25,13 +27,19 @@ def progress() -> Iterator[Progress]:
 
 
 class _Lines:
-    """One line when a phase begins: for logs."""
+    """One line when a phase begins, and one now and then of a long one: for logs."""
+
+    def __init__(self) -> None:
+        self._label, self._total, self._said = "", 0, 0.0
 
     def start(self, label: str, total: int | None) -> None:
+        self._label, self._total, self._said = label, total or 0, time.monotonic()
         print(label, file=sys.stderr, flush=True)
 
     def update(self, done: int) -> None:
-        pass
+        if self._total and time.monotonic() - self._said >= _LINE_SECONDS:
+            self._said = time.monotonic()
+            print(f"{self._label}: {100 * done // self._total} %", file=sys.stderr, flush=True)
 
 
 class _Bar:

@@ -104,7 +104,8 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
     # Its complaints are about clients, and each failing request is logged by the guard.
     logging.getLogger("uvicorn.error").setLevel(logging.INFO if debug else logging.CRITICAL)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    service = EngineService(loaded.engine, max_queued=options.max_queued)
+    seats = options.model.engine.max_num_seqs
+    service = EngineService(loaded.engine, max_queued=options.max_queued, seats=seats)
     preparer = Preparer(loaded.served, loaded.tokenizer, loaded.chat, loaded.grammars)
     server = Server(
         uvicorn.Config(

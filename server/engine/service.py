@@ -46,12 +46,17 @@ class _Snapshot:
 class EngineService:
     """Runs one `Engine` on one thread and hands its events to one event loop, once per step."""
 
-    def __init__(self, engine: Engine, *, max_queued: int = 256) -> None:
-        """`max_queued`: requests that may wait for their first step, beside those that run (ConfigError)."""
+    def __init__(self, engine: Engine, *, max_queued: int = 256, seats: int = 0) -> None:
+        """`max_queued`: requests that may wait for their first step, beside those that run (ConfigError).
+
+        `seats`: sequences of a step. Those that are free while nobody waits take requests too, or a burst to
+        an idle engine would be refused before it has run anything.
+        """
         if max_queued < 1:
             raise ConfigError(f"--max-queued {max_queued}: must be at least 1, or nothing can be submitted")
         self._engine = engine
         self._max_queued = max_queued
+        self._seats = seats
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,7 +87,7 @@ class EngineService:
             raise EngineDead(self._dead)
         if self._deadline is not None:
             raise Draining()
-        if self.queued >= self._max_queued:
+        if self.queued >= self._max_queued + self._free_seats():
             raise QueueFull(self.queued, self._max_queued, self._pace.seconds_for_one())
         self._engine.check(request)
         if request.id in self._unfinished:
@@ -143,6 +148,14 @@ class EngineService:
             return 0
         snapshot = self._snapshot
         return snapshot.stats.waiting_requests + self._submitted - snapshot.accepted
+
+    def _free_seats(self) -> int:
+        """Seats that the next step gives away, for all that is known: if somebody waits beside runners, the
+        cache may be full."""
+        stats = self._snapshot.stats
+        if stats.running and stats.waiting_requests:
+            return 0
+        return max(0, self._seats - stats.running)
 
     async def stop(self, grace: float = 0.0) -> None:
         """Refuses new work (Draining), lets what is in flight finish for `grace` seconds, aborts the rest,

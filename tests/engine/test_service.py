@@ -158,6 +158,21 @@ async def test_a_full_queue_refuses(engine: Engine, service: EngineService) -> N
     assert service.queued == 0
 
 
+async def test_a_burst_to_an_idle_engine_gets_the_free_seats_and_the_queue(engine: Engine) -> None:
+    """4 seats and 2 places to wait, all asked for before the first step; then no seat is free any more."""
+    service = EngineService(slow(engine), max_queued=2, seats=4)
+    service.start()
+    streams = [await service.submit(long_request(i)) for i in range(6)]
+    with pytest.raises(QueueFull, match="the limit is 2"):
+        await service.submit(long_request(6))
+    await until(lambda: service.stats().running == 4)
+    with pytest.raises(QueueFull):
+        await service.submit(long_request(7))
+    for stream in streams:
+        await stream.aclose()
+    await asyncio.wait_for(service.stop(), 10)
+
+
 async def test_queued_counts_what_the_thread_has_not_seen_yet(engine: Engine, service: EngineService) -> None:
     slow(engine, 0.3)
     streams = [await service.submit(long_request())]
