@@ -98,5 +98,6 @@ def test_what_was_measured_is_whole() -> None:
     """The default model, three modes, every request right, and as many bad inputs as are promised."""
     held, tried = (json.loads((ROOT / name).read_text()) for name in (soak.RESULT, fuzz.RESULT))
     assert held["passed"] and held["setup"]["model"] == "smollm2-135m" and held["setup"]["clients"] == 32
+    assert held["setup"]["minutes"] >= 30 and held["memory"]["judged"]
     assert held["wrong"] == 0 and not held["refused"] and held["preemptions"] > 0 and held["live_blocks"] == 0
     assert tried["passed"] and tried["requests"] >= 20_000 and tried["faults"] == 0
