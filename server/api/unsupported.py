@@ -18,7 +18,7 @@ _SHARED: Harmless = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
+    "best_of": (),  # but as many as n: all of them
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -79,14 +79,15 @@ TOKENIZE: Harmless = {
     "return_token_strs": (False,),
     "tools": ([],),
 }
-_SAME_AS = {"best_of": "n"}  # a field that asks for nothing where it repeats another: so many, all of them
 STREAM_OPTIONS: Harmless = {"continuous_usage_stats": (False,)}
 
 
 def refuse(body: Mapping[str, Any], fields: Harmless, inside: str = "") -> None:
     """Raises ApiError 400 for the first of `fields` that `body` sets; `inside` prefixes its name."""
     for name in fields:
-        value, harmless = body.get(name), (*fields[name], body.get(_SAME_AS.get(name, "")))
+        value, harmless = body.get(name), fields[name]
+        if name == "best_of":
+            harmless = (1 if body.get("n") is None else body["n"],)
         if value is not None and not any(_same(value, nothing) for nothing in harmless):
             path = inside + name
             raise ApiError(

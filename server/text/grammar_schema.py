@@ -5,7 +5,8 @@ What llguidance would get wrong is told in other words, or refused:
 * Numbers are read as 64-bit floats, and whole ones are then kept in 64 bits: bounds beyond 2^53 may move
   outwards. They are moved inwards here, where that cannot make them say anything else; constants are refused.
 * A class of characters that holds all control characters (`[^"]`) lets `"` and backslash in: the library then
-  allows any escape. U+0000 is left out of such classes, so that it goes through the others one by one.
+  allows any escape. U+0000 is left out of such classes, so that it goes through the others one by one; the
+  control characters by name are refused.
 * `uniqueItems: false` asks for nothing, and is not known.
 """
 
@@ -26,6 +27,9 @@ _MOST = 2.0**63 - 1024  # the last float below 2^63
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 # A class's start in Rust's syntax, after pairs of an escape and what it escapes.
 _NOT = re.compile(r"(?P<other>\\.|[^\\\[]+|\[(?!\^))|\[\^(?P<bracket>\]?)", re.DOTALL)
+_CONTROLS = re.compile(
+    r"(?<!\\)(?:\\\\)*(\\[pP](?:C|\{\^?(?:C|Cc|Other|Control|cntrl)\}))|(\[:\^?cntrl:\])", re.IGNORECASE
+)
 _FROM_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:x00|u0000|x\{0+\}|u\{0+\})-")
 
 
@@ -56,7 +60,12 @@ def _keyword(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def without_nul(pattern: str) -> str:
-    """The pattern, with U+0000 left out of negated classes and of ranges that begin there."""
+    """The pattern, with U+0000 left out of negated classes and of ranges that begin there. Raises ValueError
+    for what is not told in other words."""
+    if named := _CONTROLS.search(pattern):
+        raise ValueError(
+            f"a pattern's class {named[1] or named[2]} is not supported; write [\\x01-\\x1f\\x7f] or so"
+        )
 
     def opened(match: re.Match[str]) -> str:
         if match["other"] is not None:

@@ -150,6 +150,7 @@ def test_seeds_choices_and_stops(server: Served) -> None:
         ("chat", {"frequency_penalty": -2.1}, "frequency_penalty"),
         ("text", {"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
         ("text", {"best_of": 3, "n": 2}, "best_of"),
+        ("text", {"best_of": 1, "n": 2}, "best_of"),
         ("text", {"stop": ["x"] * 17}, "stop"),
     ],
 )  # fmt: skip

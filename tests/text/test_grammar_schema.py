@@ -20,6 +20,15 @@ from server.text.grammar_schema import told, without_nul
 BYTES = make_tokenizer([bytes([byte]) for byte in range(256)])
 
 
+@pytest.mark.parametrize("named", [r"\p{Cc}", r"\pC", r"[[:cntrl:]]", r"[a\p{Control}]", r"\P{Cc}"])
+def test_control_characters_by_name_are_refused(named: str) -> None:
+    for schema in ({"type": "string", "pattern": f"^{named}$"}, {"patternProperties": {named: {}}}):
+        with pytest.raises(RequestError, match="is not supported; write") as refused:
+            read_grammar(None, {"json": schema})
+        assert refused.value.code == "invalid_grammar"
+    assert fits({"type": "string", "pattern": r"^\\pC$"}, r'"\\pC"')  # a backslash and two letters
+
+
 def fits(schema: dict[str, Any], text: str) -> bool:
     """Whether an answer that fits `schema` may be `text`."""
     ask = read_grammar(None, {"json": schema})
