@@ -20,6 +20,18 @@ class QueueFull(EngineError):
         self.retry_after = retry_after
 
 
+class MemoryFull(QueueFull):
+    """What is in flight holds too much already beside the cache (HTTP 429, as for a full queue)."""
+
+    def __init__(self, held: int, limit: int, retry_after: int) -> None:
+        EngineError.__init__(
+            self,
+            f"requests in flight hold {held} prompt ids and log-probabilities; the limit for all of them is "
+            f"{limit}; try again in about {retry_after} s",
+        )
+        self.retry_after = retry_after
+
+
 class Draining(EngineError):
     """The server is shutting down and takes no new work (HTTP 503)."""
 

@@ -69,6 +69,14 @@ class Request:
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
 
+    @property
+    def weight(self) -> int:
+        """Ids that it holds while it is in flight, and log-probabilities that it may come to hold."""
+        ids = sum(len(prompt) for prompt in self.prompts)
+        read = 0 if self.prompt_logprobs is None else ids * (self.prompt_logprobs + 1)
+        written = len(self.prompts) * self.n * self.max_tokens
+        return ids + read + (0 if self.logprobs is None else written * (self.logprobs + 1))
+
 
 @dataclass(frozen=True, slots=True)
 class KVPeak:

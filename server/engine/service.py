@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 from cache.report import BlockPage, CacheReport
 from server.engine.engine import Engine
-from server.engine.errors import ConfigError, Draining, EngineDead, QueueFull
+from server.engine.errors import ConfigError, Draining, EngineDead, MemoryFull, QueueFull
 from server.engine.inbox import Abort, Ask, Command, Inbox, Stop, Submit, refuse_asks, take
 from server.engine.pace import Pace
 from server.engine.request import FinishReason, Request, TokenEvent, failed
@@ -32,6 +32,9 @@ _QUESTIONS = 4  # answered between two steps
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+MAX_WEIGHT = 2**24
+"""Ids and log-probabilities of all requests in flight: a gigabyte or two of memory, in the worst case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class EngineService:
         self._gone: str | None = None  # why it no longer answers: it failed, or was shut down
         # The loop's own.
         self._unfinished: dict[str, set[int]] = {}  # choices that have not ended, of each request
+        self._weights: dict[str, int] = {}  # of the same requests
         self._streams: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
         self._submitted = 0
         self._pace = Pace()
@@ -89,6 +93,9 @@ class EngineService:
             raise Draining()
         if self.queued >= self._max_queued + self._free_seats():
             raise QueueFull(self.queued, self._max_queued, self._pace.seconds_for_one())
+        weight, held = request.weight, sum(self._weights.values())
+        if held and held + weight > MAX_WEIGHT:
+            raise MemoryFull(held, MAX_WEIGHT, self._pace.seconds_for_one())
         self._engine.check(request)
         if request.id in self._unfinished:
             raise ValueError(f"request id {request.id!r} is in flight already")
@@ -96,6 +103,7 @@ class EngineService:
         # The stream gets a part of the queue and nothing of the service: safe in a destructor.
         stream = TokenStream(choices, partial(self._inbox.put, Abort(request.id)))
         self._unfinished[request.id] = set(range(choices))
+        self._weights[request.id] = weight
         self._streams[request.id] = stream
         self._submitted += 1
         self._inbox.put(Submit(request))
@@ -199,7 +207,7 @@ class EngineService:
                 continue
             unfinished.difference_update(event.index for event in own if event.finish is not None)
             if not unfinished:
-                del self._unfinished[request_id]
+                del self._unfinished[request_id], self._weights[request_id]
                 self._pace.request_ended(idle=not self._unfinished)
             stream = self._streams.get(request_id)
             if stream is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from model.heads import NativeHeads, RepeatHeads, Variant
 from server.engine.engine import Engine
-from server.engine.errors import ConfigError, Draining, EngineDead, QueueFull
+from server.engine.errors import ConfigError, Draining, EngineDead, MemoryFull, QueueFull
 from server.engine.pace import Pace
 from server.engine.request import FinishReason, Request, TokenEvent
 from server.engine.service import EngineService
@@ -156,6 +157,31 @@ async def test_a_full_queue_refuses(engine: Engine, service: EngineService) -> N
         await stream.aclose()
     await until(lambda: not service._unfinished)
     assert service.queued == 0
+
+
+async def test_what_is_in_flight_may_hold_so_many_ids_and_scores(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request may hold all of it; with others there, no more than the rest."""
+    monkeypatch.setattr("server.engine.service.MAX_WEIGHT", 1000)
+    service = EngineService(slow(engine), max_queued=100)
+    service.start()
+    scored = long_request(0, logprobs=4)
+    assert scored.weight == len(scored.prompts[0]) + 5 * scored.max_tokens
+    heavy = replace(scored, id="heavy", logprobs=20, n=2)
+    assert heavy.weight > 1000
+    first = await service.submit(heavy)
+    with pytest.raises(MemoryFull, match=f"hold {heavy.weight} prompt ids and log-probabilities.* 1000"):
+        await service.submit(long_request(1))
+    await first.aclose()
+    await until(lambda: not service._weights)
+    streams = [await service.submit(long_request(i)) for i in range(2, 6)]
+    with pytest.raises(QueueFull):
+        await service.submit(replace(long_request(6), prompt_logprobs=500))
+    for stream in streams:
+        await stream.aclose()
+    await asyncio.wait_for(service.stop(), 10)
+    assert service._weights == {}
 
 
 async def test_a_burst_to_an_idle_engine_gets_the_free_seats_and_the_queue(engine: Engine) -> None:
