@@ -19,7 +19,6 @@ from tests.support.cache_harness import make_manager, root_of
 MODES = (VariantSpec("mha", 6), VariantSpec("native", 2), VariantSpec("mqa", 1))
 HEADS = {mode.name: mode.kv_heads for mode in MODES}
 BLOCK = 4
-_names = itertools.count()
 
 
 @dataclass
@@ -50,14 +49,15 @@ class Line:
     ) -> str:
         """A request of `n` choices; with a `seed` of its own nobody shares its prompt."""
         assert -(-(prompt + output) // BLOCK) * HEADS[mode] <= self.total, "it must fit alone"
-        name = f"line-{next(_names)}"
+        number = next(self._arrivals)
+        name = f"line-{number}"
         root = root_of(mode + (name if seed < 0 else str(seed)))
         request = Request(
             id=name, variant=mode, prompts=((1,) * prompt,), n=n, max_tokens=output,
             sampling=SamplingParams(temperature=0.0), cache_root=root, priority=priority,
         )  # fmt: skip
         account = self.manager.open_account(name, mode)
-        work = Work(request, next(self._arrivals), account, BLOCK)
+        work = Work(request, number, account, BLOCK)
         self.works[name] = work
         self.scheduler.add(work)
         return name
