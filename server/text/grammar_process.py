@@ -6,12 +6,8 @@ Only the event loop's thread touches it. A worker that was ended is replaced at 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import struct
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from server.text.grammar_build import GrammarError, GrammarTimeout
+from server.text.worker import Worker
 
 _LOG = logging.getLogger(__name__)
 _WORKER = Path(__file__).with_name("grammar_worker.py")
@@ -50,14 +47,13 @@ class GrammarProcess:
         """`pieces()` gives the bytes of each token (None: of none), off the loop; asked at every start."""
         self._pieces = pieces
         self._limits = limits
-        self._process: Process | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._worker = Worker(_WORKER)
         self._lock = asyncio.Lock()
 
     @property
     def pid(self) -> int | None:
         """The worker's process id, None while there is none."""
-        return self._process.pid if self._process is not None else None
+        return self._worker.pid
 
     async def compile(self, kind: str, source: str) -> Approved:
         """Raises GrammarError with the library's or the limit's words. Not to be cancelled: the answer would
@@ -67,11 +63,11 @@ class GrammarProcess:
                 async with asyncio.timeout(self._limits.wall_seconds):
                     answer = await self._ask({"kind": kind, "source": source})
             except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-                await self._end()
+                await self._worker.end()
                 _LOG.warning("the grammar worker was ended: it gave no answer")
                 raise GrammarTimeout("compiling it took too long and was given up; try again") from None
             except BaseException:
-                self._drop()
+                self._worker.drop()
                 raise
         if "error" in answer:
             raise GrammarError(answer["error"])
@@ -80,36 +76,26 @@ class GrammarProcess:
     async def close(self) -> None:
         """Ends the worker and waits for its end."""
         async with self._lock:
-            await self._end()
+            await self._worker.end()
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """One message there and back; a worker that somebody has killed is replaced once."""
-        process = await self._started()
+        body = json.dumps(message).encode()
+        await self._start()
         try:
-            return await _exchange(process, message)
+            return await self._worker.exchange(body)
         except (asyncio.IncompleteReadError, ConnectionError):
-            await self._end()
-        return await _exchange(await self._started(), message)
+            await self._worker.end()
+        await self._start()
+        return await self._worker.exchange(body)
 
-    async def _started(self) -> Process:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # pipes belong to the loop that opened them
-            self._drop()
-            self._loop = loop
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        await self._end()
+    async def _start(self) -> None:
+        """Unless it runs already."""
+        if self._worker.runs():
+            return
         first = await asyncio.to_thread(self._first_message)
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-B", str(_WORKER)),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            cwd="/",
-            start_new_session=True,  # Ctrl-C at the terminal is the server's to handle
-        )
-        await _exchange(self._process, first)
-        return self._process
+        await self._worker.start()
+        await self._worker.exchange(json.dumps(first).encode())
 
     def _first_message(self) -> dict[str, Any]:
         spec = find_spec("llguidance")
@@ -120,28 +106,3 @@ class GrammarProcess:
             "cpu_seconds": self._limits.cpu_seconds,
             "memory_bytes": self._limits.memory_bytes,
         }
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-    def _drop(self) -> None:
-        """Kills without waiting; the loop reaps it."""
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-
-
-async def _exchange(process: Process, message: dict[str, Any]) -> dict[str, Any]:
-    assert process.stdin is not None and process.stdout is not None  # both were asked for
-    body = json.dumps(message).encode()
-    process.stdin.write(struct.pack(">I", len(body)) + body)
-    await process.stdin.drain()
-    head = await process.stdout.readexactly(4)
-    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(struct.unpack(">I", head)[0]))
-    return answer

@@ -7,17 +7,15 @@ next request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import struct
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from server.text.worker import Worker
 
 _LOG = logging.getLogger(__name__)
 _WORKER = Path(__file__).with_name("template_worker.py")
@@ -49,28 +47,28 @@ class TemplateProcess:
     def __init__(self, template: str, limits: TemplateLimits) -> None:
         self._template = template
         self._limits = limits
-        self._process: Process | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._worker = Worker(_WORKER)
         self._lock = asyncio.Lock()
         self._broken: str | None = None  # why it does not compile; a second try would tell the same
 
     @property
     def pid(self) -> int | None:
         """The worker's process id, None while there is none."""
-        return self._process.pid if self._process is not None else None
+        return self._worker.pid
 
     async def start(self) -> None:
         """Starts the worker and compiles the template, so that the first request does not wait for it.
         Raises TemplateFailure if it does not compile."""
         async with self._lock:
-            await self._started()
+            await self._start()
 
     async def render(self, variables: Mapping[str, Any]) -> str:
         """The rendered text. Raises TemplateFailure with the template's or the limit's words;
         UnicodeEncodeError if a text among `variables` is not valid Unicode."""
         body = json.dumps(variables, ensure_ascii=False).encode()
         async with self._lock:
-            asking = asyncio.ensure_future(self._ask(await self._started(), body))
+            await self._start()
+            asking = asyncio.ensure_future(self._ask(body))
             try:
                 return await asyncio.shield(asking)
             except asyncio.CancelledError:
@@ -81,26 +79,15 @@ class TemplateProcess:
     async def close(self) -> None:
         """Ends the worker and waits for its end."""
         async with self._lock:
-            await self._end()
+            await self._worker.end()
 
-    async def _started(self) -> Process:
+    async def _start(self) -> None:
+        """Unless it runs already."""
         if self._broken is not None:
             raise TemplateFailure(self._broken)
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # pipes belong to the loop that opened them
-            self._drop()
-            self._loop = loop
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        await self._end()
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-B", str(_WORKER)),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            cwd="/",
-            start_new_session=True,  # Ctrl-C at the terminal is the server's to handle
-        )
+        if self._worker.runs():
+            return
+        await self._worker.start()
         first = {
             "template": self._template,
             "paths": [str(_home(name)) for name in ("jinja2", "markupsafe")],
@@ -108,68 +95,40 @@ class TemplateProcess:
             "memory_bytes": self._limits.memory_bytes,
             "output_chars": self._limits.output_chars,
         }
-        process = self._process
         try:
-            await self._ask(process, json.dumps(first).encode())
+            await self._ask(json.dumps(first).encode())
         except TemplateStopped:
             raise
         except TemplateFailure as failure:
             self._broken = str(failure)
-            await self._end()
+            await self._worker.end()
             raise
-        return process
 
-    async def _ask(self, process: Process, body: bytes) -> str:
+    async def _ask(self, body: bytes) -> str:
         """One message there and back; whatever goes wrong ends the worker."""
         try:
             async with asyncio.timeout(self._limits.wall_seconds):
-                answer = await _exchange(process, body)
+                answer = await self._worker.exchange(body)
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            await self._end()
+            await self._worker.end()
             message = self._too_long()
             _LOG.warning("%s", message)
             raise TemplateStopped(message) from None
         except BaseException:
             # Nobody reads the answer, which would be read as the next one's.
-            self._drop()
+            self._worker.drop()
             raise
         if "exhausted" in answer:
-            await self._end()
+            await self._worker.end()
         if "error" in answer:
             raise TemplateFailure(answer["error"])
-        return answer["ok"]
+        return str(answer["ok"])
 
     def _too_long(self) -> str:
         return (
             f"the chat template was stopped: it took more than {self._limits.cpu_seconds:g} s "
             f"or {self._limits.memory_bytes // 2**20} MiB"
         )
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        code = await process.wait()
-        _LOG.debug("template worker %d ended (%d)", process.pid, code)
-
-    def _drop(self) -> None:
-        """Kills without waiting; the loop reaps it."""
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-
-
-async def _exchange(process: Process, body: bytes) -> dict[str, str]:
-    assert process.stdin is not None and process.stdout is not None  # both were asked for
-    process.stdin.write(struct.pack(">I", len(body)))
-    process.stdin.write(body)
-    await process.stdin.drain()
-    head = await process.stdout.readexactly(4)
-    answer: dict[str, str] = json.loads(await process.stdout.readexactly(struct.unpack(">I", head)[0]))
-    return answer
 
 
 def _home(name: str) -> Path:
