@@ -15,8 +15,6 @@ class QueueFull(EngineError):
             f"{queued} requests are waiting already and the limit is {limit} (--max-queued); "
             f"try again in about {retry_after} s"
         )
-        self.queued = queued
-        self.limit = limit
         self.retry_after = retry_after
 
 
