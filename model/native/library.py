@@ -1,0 +1,59 @@
+"""What a built library of operators is to its users, and what they are told where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class NativeUnavailable(Exception):
+    """Why there are no native operators: one line, for the start table."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """Operators in C++, loaded: `ops.name(...)` calls one."""
+
+    path: Path
+    namespace: str  # they are torch.ops.NAMESPACE.*
+    about: str  # what they were compiled for, in a few words for the start table
+
+    @property
+    def ops(self) -> Any:
+        """The operators by name, as PyTorch's dispatcher knows them."""
+        return getattr(torch.ops, self.namespace)
+
+
+def load(path: Path, namespace: str, about: str) -> NativeLibrary:
+    """Load a library that registers `namespace`; one file may be loaded again. Raises NativeUnavailable."""
+    check_unused(path, namespace)
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError) as error:
+        raise NativeUnavailable(f"{path.name} cannot be loaded ({_first_line(error)})") from error
+    return NativeLibrary(path, namespace, about)
+
+
+def check_unused(path: Path, namespace: str) -> None:
+    """Refuse a namespace that another file than `path` has registered in this process: registered twice, it
+    would end the process. Raises NativeUnavailable."""
+    known = {Path(other) for other in torch.ops.loaded_libraries}
+    if any(other != path and namespace_of(other) == namespace for other in known):
+        raise NativeUnavailable(f"other operators are loaded as {namespace} in this process already")
+
+
+def file_name(namespace: str, key: str) -> str:
+    """The name of the library's file; `namespace_of` reads it."""
+    return f"{namespace}-{key}.so"
+
+
+def namespace_of(path: Path) -> str:
+    """The namespace that a file of `file_name` registers."""
+    return path.name.rpartition("-")[0]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
