@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.native.library import NativeLibrary
+
 
 class Linear(Protocol):
     """y = x Wᵀ + b."""
@@ -35,8 +37,45 @@ class Linear(Protocol):
         """Bytes of the weight and bias as they are held."""
         ...
 
-    def shares(self, tensor: Tensor) -> bool:
-        """Whether the weight lives in `tensor`'s storage (a tied lm_head), so that it is counted once."""
+
+class GatedLinear(Protocol):
+    """silu(W_gate x) * (W_up x): the first half of a SwiGLU MLP (arXiv 2002.05202)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x `[..., in]` -> `[..., inner]`, in x's dtype."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights and biases as they are held."""
+        ...
+
+
+class Embedding(Protocol):
+    """The vectors of a vocabulary."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids `[...]` int64 -> `[..., hidden]` in the dtype of the run."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Rows of the table."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the run."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table is."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table as it is held."""
         ...
 
 
@@ -53,11 +92,16 @@ class LinearBackend(Protocol):
         """Why this backend was chosen, in a few words for the start table."""
         ...
 
-    def pack(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> Linear:
-        """weight `[out, in]`, bias `[out]` or None, both on the device and in the dtype of the run.
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """weight `[out, in]`, bias `[out]` or None, both on the device and in the dtype of the run."""
+        ...
 
-        `shared`: the caller keeps the weight for another use (a tied embedding), so no copy is made.
-        """
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
+        """weight `[2 * inner, in]`, rows gate | up, and bias alike or None."""
+        ...
+
+    def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
+        """table `[V, hidden]` -> the embedding and the lm_head of a tied model: one copy serves both."""
         ...
 
 
@@ -93,9 +137,53 @@ class PlainLinear:
         """See `Linear.nbytes`."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def shares(self, tensor: Tensor) -> bool:
-        """See `Linear.shares`."""
-        return self.weight.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+@dataclass(frozen=True, slots=True)
+class SplitGate:
+    """Gate and up as one product, parted after it."""
+
+    linear: Linear  # rows gate | up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `GatedLinear.__call__`."""
+        gate, up = self.linear(x).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @property
+    def nbytes(self) -> int:
+        """See `GatedLinear.nbytes`."""
+        return self.linear.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEmbedding:
+    """A table looked up row by row."""
+
+    table: Tensor  # [V, hidden]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """See `Embedding.rows`."""
+        return F.embedding(ids, self.table)
+
+    @property
+    def size(self) -> int:
+        """See `Embedding.size`."""
+        return self.table.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Embedding.dtype`."""
+        return self.table.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """See `Embedding.device`."""
+        return self.table.device
+
+    @property
+    def nbytes(self) -> int:
+        """See `Embedding.nbytes`."""
+        return self.table.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +193,17 @@ class PlainBackend:
     reason: str
     name: str = "torch"
 
-    def pack(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> Linear:
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `LinearBackend.pack`."""
         return PlainLinear(weight, bias)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
+        """See `LinearBackend.pack_gated`."""
+        return SplitGate(self.pack(weight, bias))
+
+    def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
+        """See `LinearBackend.pack_tied`."""
+        return PlainEmbedding(table), PlainLinear(table, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +236,6 @@ class PackedLinear:
         """See `Linear.nbytes`."""
         return self.weight.numel() * self.weight.itemsize + (0 if self.bias is None else self.bias.nbytes)
 
-    def shares(self, tensor: Tensor) -> bool:
-        """See `Linear.shares`."""
-        return False
-
 
 @dataclass(frozen=True, slots=True)
 class PackedBackend:
@@ -155,15 +247,24 @@ class PackedBackend:
     reason: str
     name: str = "onednn-packed"
 
-    def pack(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> Linear:
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `LinearBackend.pack`."""
-        if shared:
-            return PlainLinear(weight, bias)
         return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias)
 
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
+        """See `LinearBackend.pack_gated`."""
+        return SplitGate(self.pack(weight, bias))
 
-def choose_linear_backend(device: torch.device, dtype: torch.dtype) -> LinearBackend:
-    """The fastest backend that runs weights of `dtype` on `device`, with the reason for the choice."""
+    def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
+        """See `LinearBackend.pack_tied`. The packed layout is oneDNN's own, and no row can be read of it."""
+        return PlainEmbedding(table), PlainLinear(table, None)
+
+
+def choose_linear_backend(
+    device: torch.device, dtype: torch.dtype, native: NativeLibrary | str = "no native operators were given"
+) -> LinearBackend:
+    """The fastest backend that runs weights of `dtype` on `device`, with the reason for the choice. `native`
+    are the operators in C++, or why there are none."""
     name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
         return PlainBackend(reason=f"torch's own {name} matrix products on {device.type}")

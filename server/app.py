@@ -22,6 +22,7 @@ from server.config import ModelOptions, ServeOptions
 from server.engine.build import build_engine
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts, VariantFacts
+from server.engine.kernels import native_source
 from server.engine.request import KVPeak
 from server.text.calibration import calibration_source
 from server.text.chat import ChatTemplate
@@ -62,18 +63,20 @@ def load(
     """Load the model in `folder`. Raises ModelError or ConfigError, one line each.
 
     `meanwhile` runs on another thread while the weights are read: imports, mostly. `progress` is told of a
-    head map that has to be fitted.
+    head map that has to be fitted, and of kernels that have to be compiled.
     """
+    shown = progress or Silent()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with ThreadPoolExecutor(1, "words") as pool:
         words = pool.submit(_load_words, folder, meanwhile)
-        source = calibration_source(
-            folder, options.cache_dir, progress or Silent(), lambda: words.result()[0]
-        )
+        source = calibration_source(folder, options.cache_dir, shown, lambda: words.result()[0])
+        native = native_source(options.cache_dir, shown, options.compiler)
         rows = ModelConfig.from_folder(folder).vocab_size
         grammars = GrammarSource(lambda: words.result()[0], rows)
-        engine, facts = build_engine(options.engine, folder, calibration=source, matchers=grammars)
+        engine, facts = build_engine(
+            options.engine, folder, calibration=source, matchers=grammars, native=native
+        )
         tokenizer, chat = words.result()
     name = options.served_name or model_name(options.model, folder)
     defaults = sampling_defaults(folder) if options.generation_config == "auto" else SamplingDefaults()

@@ -10,7 +10,8 @@ from server.engine.options import EngineOptions
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model to load and how; `threads` for CPU arithmetic, None is one for each core. A request's
+    """Which model to load and how; `threads` for CPU arithmetic, None is one for each core; `compiler` for
+    the operators in C++ as `CXX` spells it, None is the system's. A request's
     sampling is by default what the checkpoint's generation_config.json says, or with `generation_config`
     "none" what OpenAI's API says."""
 
@@ -20,6 +21,7 @@ class ModelOptions:
     threads: int | None = None
     hub_endpoint: str | None = None
     generation_config: str = "auto"
+    compiler: str | None = None
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 

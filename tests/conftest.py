@@ -15,6 +15,7 @@ import torch
 
 from tests.support import checkpoints
 from tests.support.command import InProcess
+from tests.support.native import native
 
 # Tiny models only get slower with more threads, and threads that wait for each other on a busy machine
 # make everything slower: even the default model loses more than it wins.
@@ -42,6 +43,12 @@ def no_network() -> Iterator[None]:
     patch.setattr(socket.socket, "connect", local_only)
     yield
     patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def native_operators() -> None:
+    """Compiled at most once, before any test; a program that a test starts finds them in the user's cache."""
+    native()
 
 
 @pytest.fixture

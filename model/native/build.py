@@ -23,9 +23,9 @@ from model.native.compiler import COMPILE_SECONDS, FLAGS, compile_library, find_
 from model.native.library import (
     NativeLibrary,
     NativeUnavailable,
-    check_unused,
     file_name,
     load,
+    loaded,
     namespace_of,
 )
 from model.native.target import PORTABLE, Target, cpu_flags, target_of
@@ -79,7 +79,9 @@ def load_native(
             return found
     target = recipe.target()
     path = cache / "native" / file_name(recipe.namespace, key_of(recipe, target))
-    check_unused(path, recipe.namespace)
+    here = loaded(path.name, target.about)
+    if here is not None:
+        return here
     check_folder(path.parent)
     if check_file(path):
         with contextlib.suppress(NativeUnavailable):  # broken: made again
@@ -150,8 +152,9 @@ def _prebuilt(recipe: Recipe, folder: Path) -> NativeLibrary | None:
     for target in PORTABLE:
         path = folder / file_name(recipe.namespace, key_of(recipe, target))
         if target.runs_on(cpu) and path.is_file():
+            about = f"{target.about}, with the package"
             try:
-                return load(path, recipe.namespace, f"{target.about}, with the package")
+                return loaded(path.name, about) or load(path, recipe.namespace, about)
             except NativeUnavailable as error:
                 logger.warning("%s", error)
     return None

@@ -22,7 +22,7 @@ _CANDIDATES = ("c++", "g++", "clang++")
 
 
 def find_compiler(asked: str | None) -> list[str]:
-    """The command in words: `asked` (as `CXX` spells it) or the system's compiler. Raises NativeUnavailable."""
+    """The command in words: `asked` (as `CXX` spells it) or the system's own. Raises NativeUnavailable."""
     words = shlex.split(asked or "")
     for name in words[:1] or _CANDIDATES:
         found = shutil.which(name)

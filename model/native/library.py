@@ -28,8 +28,7 @@ class NativeLibrary:
 
 
 def load(path: Path, namespace: str, about: str) -> NativeLibrary:
-    """Load a library that registers `namespace`; one file may be loaded again. Raises NativeUnavailable."""
-    check_unused(path, namespace)
+    """Load a library that registers `namespace`. Raises NativeUnavailable."""
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:
@@ -37,12 +36,19 @@ def load(path: Path, namespace: str, about: str) -> NativeLibrary:
     return NativeLibrary(path, namespace, about)
 
 
-def check_unused(path: Path, namespace: str) -> None:
-    """Refuse a namespace that another file than `path` has registered in this process: registered twice, it
-    would end the process. Raises NativeUnavailable."""
-    known = {Path(other) for other in torch.ops.loaded_libraries}
-    if any(other != path and namespace_of(other) == namespace for other in known):
-        raise NativeUnavailable(f"other operators are loaded as {namespace} in this process already")
+def loaded(name: str, about: str) -> NativeLibrary | None:
+    """The library of file name `name`, from whatever folder, if this process has loaded it.
+
+    Registering a namespace twice would end the process, so one that another library has is refused. Raises
+    NativeUnavailable.
+    """
+    namespace = namespace_of(Path(name))
+    for path in map(Path, torch.ops.loaded_libraries):
+        if path.name == name:
+            return NativeLibrary(path, namespace, about)
+        if namespace_of(path) == namespace:
+            raise NativeUnavailable(f"other operators are loaded as {namespace} in this process already")
+    return None
 
 
 def file_name(namespace: str, key: str) -> str:

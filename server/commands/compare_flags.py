@@ -100,6 +100,7 @@ def compare_options(args: argparse.Namespace, parser: Parser) -> CompareOptions:
         dtype=args.dtype,
         block_size=args.block_size,
         threads=args.threads,
+        kernels=args.kernels,
         random_weights=args.random_weights,
         layers=args.layers,
         text=None if args.text is None else Path(args.text).expanduser(),

@@ -215,6 +215,7 @@ def model_options(args: argparse.Namespace, env: Mapping[str, str], cache_dir: P
         threads=args.threads,
         hub_endpoint=env.get("HF_ENDPOINT") or None,
         generation_config=args.generation_config,
+        compiler=env.get("CXX") or None,
         engine=EngineOptions(
             device=args.device,
             dtype=args.dtype,
@@ -227,6 +228,7 @@ def model_options(args: argparse.Namespace, env: Mapping[str, str], cache_dir: P
             prefix_cache=not args.no_prefix_cache,
             attention=args.attention,
             head_map=args.head_map,
+            kernels=args.kernels,
             debug=getattr(args, "debug", False),
         ),
     )

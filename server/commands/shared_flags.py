@@ -6,6 +6,7 @@ from server.commands.arguments import Group, count
 from server.engine.options import EngineOptions
 
 HEAD_MAPS = ("aligned", "aligned-fixed", "mean")
+KERNELS = ("auto", "torch")
 DTYPES = ("bfloat16", "float16", "float32")
 
 _ENGINE = EngineOptions()
@@ -30,6 +31,13 @@ def add_machine_flags(group: Group) -> None:
         type=count(1, 1024),  # OpenMP ends the process where it has no room for so many
         metavar="N",
         help="CPU threads for arithmetic (default: one for each core)",
+    )
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default=_ENGINE.kernels,
+        help="what computes on a CPU: operators in C++, compiled once for this machine, or PyTorch's own "
+        "(default: auto, the first where there is a compiler)",
     )
 
 

@@ -29,6 +29,7 @@ from server.engine.device import DTypeChoice, choose_device, choose_dtype
 from server.engine.engine import Engine
 from server.engine.errors import ConfigError
 from server.engine.facts import EngineFacts, VariantFacts
+from server.engine.kernels import NativeSource, choose_native
 from server.engine.layout import cache_layout
 from server.engine.measure import room_on_gpu
 from server.engine.memory import free_memory
@@ -36,10 +37,11 @@ from server.engine.options import EngineOptions
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits
 from server.engine.sizing import DEFAULT_POOL, Context, PoolSize, fit_context, size_pool
+from server.engine.speculation import choose_speculation
 from server.engine.variants import (
     CalibrationSource,
     choose_modes,
-    lossy_warning,
+    lossy_warnings,
     make_variants,
     map_name,
     modes_of,
@@ -85,19 +87,21 @@ def build_engine(
     variants: Sequence[Variant] = (),
     weights: WeightsSource | None = None,
     matchers: MatcherSource | None = None,
+    native: NativeSource | None = None,
 ) -> tuple[Engine, EngineFacts]:
     """Load the checkpoint in `model_folder`, size the pool, and join the rooms.
 
     `calibration` is what head maps of reduced modes are fitted with; `variants` are served instead of the
     modes of `options` if there are any; `weights` makes them instead of reading the folder's;
-    `matchers` makes what keeps answers within a grammar. Raises
+    `matchers` makes what keeps answers within a grammar; `native` gives the operators in C++. Raises
     ModelError (checkpoint, modes) or ConfigError (options); both carry one line for the user.
     """
     frame = _frame(options, model_folder, calibration, variants)
     config, device, dtype = frame.config, frame.device, frame.dtype.dtype
     if options.kv_memory is not None:  # what cannot work is refused before the weights are read
         _fit(frame, size_pool(options.kv_memory, None, 0, on_gpu=False))
-    linear = choose_linear_backend(device, dtype)
+    kernels = choose_native(options.kernels, device, native)
+    linear = choose_linear_backend(device, dtype, kernels)
     if weights is None:
         loaded = load_weights(model_folder, config, device=device, dtype=dtype, linear=linear)
     else:
@@ -105,7 +109,10 @@ def build_engine(
     decoder = Decoder(config, loaded, device, max_position=frame.longest)
     made = variants or make_variants(frame.modes, options.head_map, decoder, linear, calibration)
     shape = Shape(options.block_size, config.num_heads, {v.name: v for v in made}, device, config.vocab_size)
-    parts = _Parts(frame, decoder, shape, choose_attention_backend(device, dtype), linear)
+    attention = choose_attention_backend(
+        device, dtype, block_size=options.block_size, head_dim=config.head_dim, native=kernels
+    )
+    parts = _Parts(frame, decoder, shape, attention, linear)
     size = _size(parts)
     context = _fit(frame, size)
     engine = _join(parts, size, context, matchers)
@@ -224,7 +231,10 @@ def _join(parts: _Parts, size: PoolSize, context: Context, matchers: MatcherSour
         prefix_cache=frame.options.prefix_cache,
     )
     runner = ModelRunner(parts.decoder, pool, parts.attention)
-    return Engine(runner, manager, parts.shape, frame.limits, context.by_mode, frame.options.debug, matchers)
+    drafts = choose_speculation(frame.options.speculate)
+    return Engine(
+        runner, manager, parts.shape, frame.limits, context.by_mode, frame.options.debug, matchers, drafts
+    )  # fmt: skip
 
 
 def _facts(parts: _Parts, size: PoolSize, context: Context, audited: str) -> EngineFacts:
@@ -264,7 +274,7 @@ def _facts(parts: _Parts, size: PoolSize, context: Context, audited: str) -> Eng
         linear_backend=parts.linear.name,
         linear_reason=parts.linear.reason,
         variants=variants,
-        warnings=(*context.warnings, *_lossy(variants, config.num_kv_heads)),
+        warnings=(*context.warnings, *lossy_warnings(variants, config.num_kv_heads)),
     )
 
 
@@ -285,7 +295,3 @@ def _variant(parts: _Parts, mode: Mode, total: int, context: Context) -> Variant
         identity=variant.head_map.identity,
         weight_bytes=variant.head_map.nbytes,
     )
-
-
-def _lossy(variants: Sequence[VariantFacts], native: int) -> list[str]:
-    return [lossy_warning(v.name, v.kv_heads, native, v.head_map) for v in variants if v.lossy]

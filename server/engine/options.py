@@ -13,7 +13,9 @@ class EngineOptions:
     `kv_memory` in bytes, or `kv_fraction` (0, 1] of what is free; at most one of them.
     `block_size`, `max_model_len`, `max_batch_tokens` in tokens. `attention` are the modes to serve, as
     `model.modes` spells them; the first is the default. `head_map` (aligned, aligned-fixed or mean) makes the
-    KV heads of modes with fewer than the checkpoint has. `debug` recounts the cache after every step.
+    KV heads of modes with fewer than the checkpoint has. `kernels`: auto takes the operators in C++ where
+    there are any for this CPU, torch takes PyTorch's own everywhere. `speculate` (ngram or
+    off) says where drafts come from. `debug` recounts the cache after every step.
 
     `max_batch_tokens` None is 256 on a CPU, where a larger step is no faster and holds up whoever decodes
     (SmolLM2 on 2 cores: 1,230 prompt tokens/s at 256 and 1,200 at 512, in steps of 0.2 and 0.4 s), and 2048
@@ -31,4 +33,6 @@ class EngineOptions:
     prefix_cache: bool = True
     attention: tuple[str, ...] = ("native",)
     head_map: str = "aligned"
+    kernels: str = "auto"
+    speculate: str = "off"
     debug: bool = False

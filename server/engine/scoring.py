@@ -27,6 +27,7 @@ from model.loader import load_weights
 from server.engine.batch import ForwardBatch, Shape, lone_batch
 from server.engine.device import choose_device, choose_dtype
 from server.engine.errors import ConfigError
+from server.engine.kernels import NativeSource, choose_native
 from server.engine.layout import cache_layout
 from server.engine.options import EngineOptions
 from server.engine.variants import CalibrationSource, choose_modes, make_variants
@@ -108,7 +109,11 @@ class Scoring:
 
 
 def load_scoring(
-    options: EngineOptions, model_folder: Path, longest: int, calibration: CalibrationSource | None = None
+    options: EngineOptions,
+    model_folder: Path,
+    longest: int,
+    calibration: CalibrationSource | None = None,
+    native: NativeSource | None = None,
 ) -> Scoring:
     """The checkpoint in `model_folder`, in the modes, on the device and in the dtype of `options`.
 
@@ -119,11 +124,15 @@ def load_scoring(
     modes = choose_modes(options, config, calibration)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config.torch_dtype, device).dtype
-    linear = choose_linear_backend(device, dtype)
+    kernels = choose_native(options.kernels, device, native)
+    linear = choose_linear_backend(device, dtype, kernels)
     weights = load_weights(model_folder, config, device=device, dtype=dtype, linear=linear)
     decoder = Decoder(config, weights, device, max_position=min(longest, config.max_position_embeddings))
     variants = make_variants(modes, options.head_map, decoder, linear, calibration)
-    return Scoring(decoder, choose_attention_backend(device, dtype), variants)
+    attention = choose_attention_backend(
+        device, dtype, block_size=BLOCK_SIZE, head_dim=config.head_dim, native=kernels
+    )
+    return Scoring(decoder, attention, variants)
 
 
 def chunk_tokens(window: int, vocab: int) -> int:

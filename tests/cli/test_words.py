@@ -118,7 +118,9 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         " --port 0 --api-key k1 --api-key k2 --allowed-hosts a,b, --cors-origins https://x --max-queued 5"
     )
     words += " --grace 1.5 --log-level debug --attention mqa,native --head-map mean --generation-config none"
-    options = served(monkeypatch, *words.split(), HEADROOM_API_KEY="k3", HF_ENDPOINT="http://hub")
+    words += " --kernels torch"
+    env = {"HEADROOM_API_KEY": "k3", "HF_ENDPOINT": "http://hub", "CXX": "clang++ -O1"}
+    options = served(monkeypatch, *words.split(), **env)
     model, engine = options.model, options.model.engine
     assert (model.model, engine.device, engine.dtype, engine.kv_memory) == (
         "a/folder",
@@ -133,6 +135,7 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         64,
     )
     assert model.generation_config == "none"
+    assert (engine.kernels, model.compiler) == ("torch", "clang++ -O1")
     assert (engine.prefix_cache, model.threads, model.served_name, model.hub_endpoint) == (
         False,
         2,

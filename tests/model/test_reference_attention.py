@@ -242,5 +242,5 @@ def test_a_long_row_does_not_pad_short_ones() -> None:
 
 
 def test_the_choice_says_why() -> None:
-    chosen = choose_attention_backend(CPU, torch.bfloat16)
+    chosen = choose_attention_backend(CPU, torch.bfloat16, block_size=16, head_dim=64, native="none here")
     assert chosen.name == "reference" and "PyTorch" in chosen.reason

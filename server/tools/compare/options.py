@@ -23,6 +23,7 @@ class CompareOptions:
     dtype: str = "auto"
     block_size: int = 16
     threads: int | None = None
+    kernels: str = "auto"
     random_weights: bool = False
     layers: int | None = None
     text: Path | None = None

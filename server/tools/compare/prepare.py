@@ -126,6 +126,7 @@ def _target(options: CompareOptions, config: ModelConfig, folder: Path, cache_di
         block_size=options.block_size,
         threads=options.threads,
         layers=(options.layers or config.num_layers) if options.random_weights else None,
+        kernels=options.kernels,
     )
 
 

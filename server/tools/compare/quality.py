@@ -9,6 +9,7 @@ import torch
 
 from model.config import ModelConfig
 from model.progress import Progress
+from server.engine.kernels import native_source
 from server.engine.options import EngineOptions
 from server.engine.scoring import load_scoring
 from server.text.calibration import calibration_source
@@ -40,11 +41,16 @@ class QualityJob:
         if target.threads is not None:
             torch.set_num_threads(target.threads)
         options = EngineOptions(
-            device=target.device, dtype=target.dtype, attention=self.modes, head_map=target.head_map
+            device=target.device,
+            dtype=target.dtype,
+            attention=self.modes,
+            head_map=target.head_map,
+            kernels=target.kernels,
         )
         text = load_text(self.text, target.folder)
         source = calibration_source(target.folder, target.cache_dir, progress)
-        scoring = load_scoring(options, target.folder, max(map(len, text.windows)), source)
+        native = native_source(target.cache_dir, progress)
+        scoring = load_scoring(options, target.folder, max(map(len, text.windows)), source, native)
         progress.start("", _SHARES)
         return measure_quality(scoring, [text], progress=lambda share: progress.update(int(share * _SHARES)))
 

@@ -22,6 +22,7 @@ from server.engine.build import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS, build_engine
 from server.engine.device import DTYPES
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
+from server.engine.kernels import native_source
 from server.engine.layout import cache_layout
 from server.engine.options import EngineOptions
 from server.text.calibration import calibration_source
@@ -42,6 +43,7 @@ class Target:
     block_size: int
     threads: int | None
     layers: int | None
+    kernels: str = "auto"
 
     @property
     def random(self) -> bool:
@@ -89,12 +91,14 @@ def make_engine(target: Target, mode: Mode, demand: Demand, progress: Progress) 
         prefix_cache=demand.prefix_cache,
         attention=(mode.name,),
         head_map=target.head_map,
+        kernels=target.kernels,
     )
+    native = native_source(target.cache_dir, progress)
     if target.layers is None:
         source = calibration_source(target.folder, target.cache_dir, progress)
-        return build_engine(options, target.folder, calibration=source)
+        return build_engine(options, target.folder, calibration=source, native=native)
     with _cut_config(target.folder, target.layers) as folder:
-        return build_engine(options, folder, weights=_random)
+        return build_engine(options, folder, weights=_random, native=native)
 
 
 def _random(

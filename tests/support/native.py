@@ -1,0 +1,37 @@
+"""The operators in C++, compiled at most once for all tests: into the user's cache, as `serve` does."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from model.fetch import default_cache_dir
+from model.native.build import load_native
+from model.native.library import NativeLibrary, NativeUnavailable
+
+
+@functools.cache
+def native() -> NativeLibrary | str:
+    """The library, loaded into this process, or why there is none."""
+    cache = default_cache_dir(os.environ)
+    try:
+        return load_native(cache)
+    except NativeUnavailable as error:
+        if shutil.which("c++") is None:
+            return str(error)
+    try:  # a home that cannot be written
+        return load_native(Path(tempfile.mkdtemp(prefix="headroom-test-native-")))
+    except NativeUnavailable as error:
+        return str(error)
+
+
+def seed(cache: Path) -> None:
+    """Give the empty cache folder `cache` what is compiled already, for a program that a test starts."""
+    library = native()
+    if isinstance(library, NativeLibrary):
+        folder = cache / "native"
+        folder.mkdir(mode=0o700, parents=True)
+        shutil.copy2(library.path, folder / library.path.name)
