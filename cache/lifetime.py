@@ -6,7 +6,7 @@ import numpy as np
 
 from cache.arrays import Int32
 from cache.chain import TokenChain
-from cache.state import CacheState, Slot
+from cache.state import CacheState, Slot, settle
 
 
 def make_room(state: CacheState, need: int) -> bool:
@@ -34,6 +34,14 @@ def take_from_index(state: CacheState, block: int, need: int) -> bool:
     return True
 
 
+def add_blocks(state: CacheState, number: int, sequence: Slot, count: int) -> None:
+    """`count` free logical blocks more, for tokens to come."""
+    blocks = state.store.take(count, sequence.heads, sequence.variant)
+    state.tables.put(number, sequence.blocks, blocks)
+    sequence.blocks += count
+    state.accounts[sequence.account].grow(count * sequence.heads)
+
+
 def shared_tail(state: CacheState, number: int, sequence: Slot) -> int:
     """The block that the sequence's next token goes into, if a sequence or the prefix index reads it
     too, else -1. Only its last block can be: what follows a fork is a sequence's own."""
@@ -52,6 +60,7 @@ def copy_tail(state: CacheState, number: int, sequence: Slot, shared: int) -> No
     state.tables.put(number, sequence.tokens // state.layout.block_size, fresh)
     state.copies.add(shared, int(fresh[0]))
     state.accounts.epoch += 1
+    state.accounts[sequence.account].stale = True
     state.store.refs[shared] -= 1
     release(state, np.array([shared], dtype=np.int32))  # the copy's source is pinned, and so stays
 
@@ -85,6 +94,34 @@ def publish(state: CacheState, blocks: Int32, sequence: Slot, chain: TokenChain)
         index.replace(rival, int(blocks[at]))
         state.store.give_back(np.array([rival], dtype=np.int32))
         sequence.published += 1
+
+
+def trim(state: CacheState, number: int, sequence: Slot) -> None:
+    """Gives back the blocks past those that hold the sequence's tokens. It took them itself, in this step,
+    so nobody else holds or knows them; and what was held for the length of a step is in no account's peak."""
+    kept = state.layout.logical_blocks(sequence.tokens)
+    if kept >= sequence.blocks:
+        return
+    blocks = state.held(number, sequence)[kept:][::-1].copy()
+    sequence.blocks = kept
+    state.accounts[sequence.account].grow(-len(blocks) * sequence.heads)
+    state.store.refs[blocks] -= 1
+    release(state, blocks)
+
+
+def end(state: CacheState, number: int, sequence: Slot) -> None:
+    """Takes a sequence's slot away, and lets go of all its blocks."""
+    owner = state.accounts[sequence.account]
+    settle(state, owner)  # the peak must be known before anything is let go
+    blocks = state.held(number, sequence)[::-1].copy()  # leaves first
+    state.slots[number] = None
+    state.free_slots.append(number)
+    owner.slots.discard(number)
+    state.store.refs[blocks] -= 1
+    if state.store.refs[blocks].any():
+        state.accounts.epoch += 1
+    owner.stale = True
+    release(state, blocks)
 
 
 def release(state: CacheState, blocks: Int32) -> None:

@@ -19,7 +19,18 @@ from cache.check import check_state
 from cache.copies import BlockCopies
 from cache.errors import CacheError
 from cache.layout import KVLayout
-from cache.lifetime import copy_tail, hold, make_room, publish, release, shared_tail, take_from_index
+from cache.lifetime import (
+    add_blocks,
+    copy_tail,
+    end,
+    hold,
+    make_room,
+    publish,
+    release,
+    shared_tail,
+    take_from_index,
+    trim,
+)
 from cache.pool import KVPool
 from cache.report import BlockPage, CacheReport
 from cache.snapshot import block_page, cache_report
@@ -162,15 +173,10 @@ class CacheManager:
             if shared < 0 or not take_from_index(self.state, shared, fresh * sequence.heads):
                 return False
             shared = -1  # nobody else reads it any more
-        owner = self.state.accounts[sequence.account]
         if shared >= 0:
             copy_tail(self.state, slot, sequence, shared)
-            owner.stale = True
         if fresh:
-            blocks = self.state.store.take(fresh, sequence.heads, sequence.variant)
-            self.state.tables.put(slot, sequence.blocks, blocks)
-            sequence.blocks += fresh
-            owner.grow(fresh * sequence.heads)
+            add_blocks(self.state, slot, sequence, fresh)
         return True
 
     def advance(self, slot: int, num_tokens: int, chain: TokenChain) -> None:
@@ -190,6 +196,10 @@ class CacheManager:
         full = num_tokens // self._block_size
         if self.prefix_cache and full > before // self._block_size:
             publish(self.state, self.state.held(slot, sequence)[:full], sequence, chain)
+
+    def trim(self, slot: int) -> None:
+        """After `advance`: gives back what the sequence took with `extend` and has no token in."""
+        trim(self.state, slot, self._slot(slot))
 
     def fork(self, slot: int, num_tokens: int, account: int) -> int:
         """A new sequence that shares the blocks of the first `num_tokens` written tokens of `slot`."""
@@ -214,18 +224,7 @@ class CacheManager:
     def close(self, slot: int) -> None:
         """Ends a sequence. Its published blocks become cached, its others free, unless someone else
         holds them. Preemption, abort and a normal end all come here."""
-        sequence = self._slot(slot)
-        owner = self.state.accounts[sequence.account]
-        settle(self.state, owner)  # the peak must be known before anything is let go
-        blocks = self.state.held(slot, sequence)[::-1].copy()  # leaves first
-        self.state.slots[slot] = None
-        self.state.free_slots.append(slot)
-        owner.slots.discard(slot)
-        self.state.store.refs[blocks] -= 1
-        if self.state.store.refs[blocks].any():
-            self.state.accounts.epoch += 1
-        owner.stale = True
-        release(self.state, blocks)
+        end(self.state, slot, self._slot(slot))
 
     # ---- what the device must do before the step's writes ----
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from itertools import islice
 from math import isfinite
 
 from cache.manager import CacheManager
@@ -22,10 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a sequence's part of a step came to; `token` is None where there was none to draw."""
+    """What a sequence's part of a step came to. Of its `tokens`, all but the last are drafts that were right;
+    there are none where none was to be drawn."""
 
-    token: int | None = None
-    score: TokenScore | None = None  # of the token, if the request asks for it
+    tokens: tuple[int, ...] = ()
+    scores: tuple[TokenScore | None, ...] = ()  # of the tokens, if the request asks for them
     prompt: tuple[TokenScore, ...] = ()  # of the prompt's tokens that were owed
 
 
@@ -94,14 +96,24 @@ def _outcome(
 ) -> Outcome | Exception:
     """Takes what belongs to the entry off each line."""
     request = entry.sequence.work.request
-    token = next(ids) if entry.draws else None
-    score = (
-        _cut(next(scores), request.logprobs) if token is not None and request.logprobs is not None else None
-    )
+    rows = 1 + len(entry.drafts) if entry.draws else 0
+    tokens = _said(list(islice(ids, rows)), entry.drafts) if rows else ()
+    told: tuple[TokenScore | None, ...] = (None,) * len(tokens)
+    if request.logprobs is not None:
+        told = tuple([_cut(score, request.logprobs) for score in islice(scores, rows)][: len(tokens)])
     prompt = tuple(_cut(next(prompts), request.prompt_logprobs or 0) for _ in entry.owed)
-    if (token is not None and token < 0) or not all(isfinite(one.logprob) for one in prompt):
+    if (rows and not tokens) or not all(isfinite(one.logprob) for one in prompt):
         return ArithmeticError("the model's logits are not finite")
-    return Outcome(token, score, prompt)
+    return Outcome(tokens, told, prompt)
+
+
+def _said(drawn: list[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
+    """What a sequence says: `drawn[i]` is worth something only if the drafts before it are what was drawn. A
+    broken row (-1) that they lead to is left to the next step; if it is the first, nothing is said."""
+    right = 0
+    while right < len(drafts) and drawn[right] == drafts[right]:
+        right += 1
+    return tuple(drawn[: right + 1] if drawn[right] >= 0 else drawn[:right])
 
 
 def token_scores(scores: Scores) -> Iterator[TokenScore]:

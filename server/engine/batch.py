@@ -44,7 +44,7 @@ class ForwardBatch:
     wanted: Tensor  # [N] int64, positions on the token axis
     draws: Draws | None  # None if N is 0
     prompt: PromptWish | None  # None if M is 0
-    drawn: tuple[int, ...]  # which entries of the plan the N rows belong to
+    drawn: tuple[int, ...]  # which entries of the plan the N rows belong to; one with drafts has several
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,19 @@ def build_batch(
     entries: Sequence[Scheduled], first_rows: Sequence[int], row_tables: Tensor, shape: Shape
 ) -> ForwardBatch:
     """`first_rows[i]` is the first row of `row_tables` that belongs to `entries[i]`'s sequence."""
-    count = np.array([entry.count for entry in entries], dtype=np.int64)
+    count = np.array([entry.tokens for entry in entries], dtype=np.int64)
     start = np.array([entry.start for entry in entries], dtype=np.int64)
     heads = np.array([_variant(entry, shape).kv_heads for entry in entries], dtype=np.int64)
     query_start = _starts(count)
-    ids = np.concatenate([e.sequence.chain.tokens[e.start : e.start + e.count] for e in entries])
+    ids = np.concatenate([_ids(entry) for entry in entries])
     positions = np.arange(query_start[-1]) + np.repeat(start - query_start[:-1], count)
     meta = _meta(count, start, heads, query_start, positions, first_rows, row_tables, shape)
-    drawn = tuple(i for i, entry in enumerate(entries) if entry.draws)
-    wanted = query_start[1:][list(drawn)] - 1
-    draws = how_to_draw([entries[i] for i in drawn], shape.vocab, shape.device) if drawn else None
+    drawing = [entry for entry in entries if entry.draws]
+    drawn = tuple(i for i, entry in enumerate(entries) if entry.draws for _ in range(1 + len(entry.drafts)))
+    rows = np.array(drawn, dtype=np.int64)
+    # A sequence's rows are its last tokens: counted from the end of its run to the end of its rows.
+    wanted = query_start[1:][rows] - _from_the_end(rows)
+    draws = how_to_draw(drawing, shape.vocab, shape.device) if drawing else None
     ids_d, wanted_d = _upload([ids, wanted], torch.int64, shape.device)
     return ForwardBatch(
         ids=ids_d,
@@ -135,6 +138,16 @@ def made_up_batch(
     rows, every = (torch.arange(n, dtype=torch.int64, device=shape.device) for n in (wanted, count))
     draws = Draws(sampling, None, Wish(rows, best))
     return replace(batch, draws=draws, prompt=PromptWish(every, batch.ids, best))
+
+
+def _ids(entry: Scheduled) -> npt.NDArray[np.integer]:
+    known = entry.sequence.chain.tokens[entry.start : entry.start + entry.count]
+    return np.concatenate([known, np.array(entry.drafts, dtype=known.dtype)]) if entry.drafts else known
+
+
+def _from_the_end(runs: Int64Array) -> Int64Array:
+    """For ascending numbers: 1 for the last of each run of equals, 2 for the one before it, and so on."""
+    return np.searchsorted(runs, runs, side="right") - np.arange(len(runs))
 
 
 def _prompt_wish(

@@ -14,6 +14,7 @@ from model.randomness import row_keys
 from model.sampler import SamplingBatch, make_sampling
 from server.engine.adjustments import make_adjustments
 from server.engine.scheduler import Scheduled
+from server.engine.sequence import Sequence as Running
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,10 @@ class Draws:
 
 
 def how_to_draw(entries: Sequence[Scheduled], vocab: int, device: torch.device) -> Draws:
-    """For the entries of a step that draw, a row of `vocab` logits each and in order."""
-    sequences = [entry.sequence for entry in entries]
+    """For the entries of a step that draw, in order: a row of `vocab` logits each, and one more for each of
+    their drafts, which is drawn as if those before it had been."""
+    rows = [(entry.sequence, after) for entry in entries for after in range(1 + len(entry.drafts))]
+    sequences = [sequence for sequence, _ in rows]
     params = [sequence.work.request.sampling for sequence in sequences]
     sampling = make_sampling(
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
@@ -45,18 +48,18 @@ def how_to_draw(entries: Sequence[Scheduled], vocab: int, device: torch.device) 
         key=row_keys(
             np.array([p.seed for p in params], dtype=np.uint64),
             np.array([sequence.copy for sequence in sequences], dtype=np.uint64),
-            np.array([sequence.output for sequence in sequences], dtype=np.uint64),
+            np.array([sequence.output + after for sequence, after in rows], dtype=np.uint64),
         ),
         device=device,
     )
-    return Draws(sampling, make_adjustments(sequences, vocab, device), _scored(entries, device))
+    return Draws(sampling, make_adjustments(sequences, vocab, device), _scored(sequences, device))
 
 
-def _scored(entries: Sequence[Scheduled], device: torch.device) -> Wish | None:
+def _scored(sequences: Sequence[Running], device: torch.device) -> Wish | None:
     wanted = [
         (row, k)
-        for row, entry in enumerate(entries)
-        if (k := entry.sequence.work.request.logprobs) is not None
+        for row, sequence in enumerate(sequences)
+        if (k := sequence.work.request.logprobs) is not None
     ]
     if not wanted:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 from cache.manager import CacheManager
@@ -10,13 +11,15 @@ from cache.recount import checked_report
 from cache.report import BlockPage, CacheReport
 from server.engine.attempts import Attempts, Outcome, complaint, name_of
 from server.engine.batch import Shape
+from server.engine.commit import Commit
 from server.engine.constraint import Matcher, MatcherSource
 from server.engine.errors import EngineDead
 from server.engine.reconcile import reconcile
-from server.engine.request import FinishReason, KVPeak, Request, TokenEvent, TokenScore, failed
+from server.engine.request import FinishReason, Request, TokenEvent, failed
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits, Plan, Scheduler
-from server.engine.sequence import Sequence, Work
+from server.engine.sequence import Work
+from server.engine.speculation import Speculation
 from server.engine.stats import Counters, EngineStats
 
 logger = logging.getLogger(__name__)
@@ -27,7 +30,8 @@ class Engine:
 
     `capacity` maps each variant to the most tokens (prompt and output) that a sequence of it may have.
     `debug`: every step ends with a recount of all that is counted; a counter that is wrong ends the engine.
-    `matchers` makes what keeps answers within a grammar; without it, requests have none.
+    `matchers` makes what keeps answers within a grammar; without it, requests have none. `speculation`
+    drafts what sequences may say next; without it every token takes a step.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Engine:
         capacity: Mapping[str, int],
         debug: bool = False,
         matchers: MatcherSource | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._matchers = matchers
         self._runner = runner
@@ -54,8 +59,11 @@ class Engine:
             {name: variant.kv_heads for name, variant in shape.variants.items()},
             shape.block_size,
             self._counters,
+            speculation,
         )
+        self._speculation = speculation
         self._works: dict[str, Work] = {}
+        self._commit = Commit(manager, self._scheduler, self._works, self._counters, speculation)
         self._arrivals = 0
         self._aborts: list[tuple[str, int | None, FinishReason]] = []
         self._stumbled = False  # the last plan failed
@@ -84,7 +92,8 @@ class Engine:
             raise ValueError(f"request id {request.id!r} is in flight already")
         matcher = self._matcher(request)
         account = self._manager.open_account(request.id, request.variant)
-        work = Work(request, self._arrivals, account, self._shape.block_size, matcher)
+        capacity = self._capacity[request.variant]
+        work = Work(request, self._arrivals, account, self._shape.block_size, matcher, capacity)
         self._arrivals += 1
         self._works[request.id] = work
         self._scheduler.add(work)
@@ -118,7 +127,7 @@ class Engine:
             self._carry_out_aborts(events)
             plan = self._plan(events)
             outcomes = self._run(plan)
-            self._commit(plan, outcomes, events)
+            self._commit.step(plan, outcomes, events)
             if self._debug and not self._stumbled:
                 reconcile(self._manager, self._scheduler, self._works)
         except Exception as error:
@@ -134,7 +143,7 @@ class Engine:
                 continue
             for sequence in work.sequences if index is None else work.sequences[index : index + 1]:
                 if sequence.finish is None:
-                    self._end(sequence, reason, events)
+                    self._commit.end(sequence, reason, events)
 
     def _plan(self, events: list[TokenEvent]) -> Plan:
         """A plan that leads somewhere; a failed one is tried again in the next step, and then it is fatal."""
@@ -152,7 +161,7 @@ class Engine:
         for sequence, error in plan.refused:
             logger.error("admitting %s failed", name_of(sequence), exc_info=error)
             self._manager.check()  # if the cache's books are wrong, this is not the request's fault
-            self._end(sequence, FinishReason.ERROR, events, complaint(error))
+            self._commit.end(sequence, FinishReason.ERROR, events, complaint(error))
         return plan
 
     def _run(self, plan: Plan) -> list[Outcome | Exception]:
@@ -161,88 +170,13 @@ class Engine:
             return []
         self._runner.copy(self._manager.take_copies())
         self._manager.upload()
-        return self._attempts.run(plan.entries)
-
-    def _commit(self, plan: Plan, outcomes: list[Outcome | Exception], events: list[TokenEvent]) -> None:
-        """Books what was written for everybody first, so that no peak depends on who comes first."""
-        for entry, outcome in zip(plan.entries, outcomes, strict=True):
-            sequence = entry.sequence
-            if not isinstance(outcome, Exception) and sequence.slot is not None:
-                sequence.computed = entry.start + entry.count
-                self._manager.advance(sequence.slot, sequence.computed, sequence.chain)
-                self._counters.batched_tokens += entry.count
-                if sequence.prompt_scores is not None:
-                    sequence.prompt_scores.extend(outcome.prompt)
-        for entry, outcome in zip(plan.entries, outcomes, strict=True):
-            if entry.sequence.finish is not None:
-                continue  # it ended with a sibling
-            if isinstance(outcome, Exception):
-                self._end(entry.sequence, FinishReason.ERROR, events, complaint(outcome))
-            elif entry.ends:  # and so do its siblings, who would only run the same prompt again
-                for sibling in entry.sequence.work.siblings(entry.sequence):
-                    if sibling.finish is None:
-                        self._end(sibling, FinishReason.LENGTH, events)
-            elif outcome.token is not None:
-                self._take(entry.sequence, outcome.token, outcome.score, events)
-
-    def _take(
-        self, sequence: Sequence, token: int, score: TokenScore | None, events: list[TokenEvent]
-    ) -> None:
-        """A drawn token: the sequence grows or ends."""
-        sequence.append(token)
-        self._counters.output_tokens += 1
-        request = sequence.work.request
-        room = self._capacity[request.variant] - len(sequence.prompt)
-        if token in request.stop_ids:
-            self._end(sequence, FinishReason.STOP, events, token=token, score=score)
-            return
-        try:
-            whole = sequence.follow(token)
-        except ValueError as error:  # its grammar ends there, and nobody else's does
-            self._end(sequence, FinishReason.ERROR, events, str(error))
-            return
-        if whole:
-            self._end(sequence, FinishReason.STOP, events, token=token, score=score)
-        elif sequence.output >= min(request.max_tokens, room):
-            self._end(sequence, FinishReason.LENGTH, events, token=token, score=score)
-        else:
-            events.append(self._event(sequence, token, None, None, score))
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        events: list[TokenEvent],
-        error: str | None = None,
-        token: int | None = None,
-        score: TokenScore | None = None,
-    ) -> None:
-        """Every end of a choice, whatever the reason: its blocks go back, and its last event goes out."""
-        work = sequence.work
-        events.append(self._event(sequence, token, reason, error, score))
-        sequence.finish = reason
-        self._counters.finished[reason] += 1
-        self._scheduler.release(sequence)
-        sequence.let_go()
-        work.unfinished -= 1
-        if work.unfinished == 0:
-            self._scheduler.forget(work)
-            self._manager.close_account(work.account)
-            del self._works[work.request.id]
-
-    def _event(
-        self,
-        sequence: Sequence,
-        token: int | None,
-        finish: FinishReason | None,
-        error: str | None,
-        score: TokenScore | None,
-    ) -> TokenEvent:
-        """News of a choice, with its prompt's scores if they have not been told yet."""
-        work = sequence.work
-        kv = KVPeak(*self._manager.peak(work.account))
-        name, index = work.request.id, sequence.index
-        return TokenEvent(name, index, token, finish, kv, error, score, sequence.told())
+        begin = time.perf_counter()
+        outcomes = self._attempts.run(plan.entries)
+        if self._speculation is not None:
+            self._speculation.cost.note(
+                sum(entry.tokens for entry in plan.entries), time.perf_counter() - begin
+            )
+        return outcomes
 
     def _die(self, error: Exception, events: list[TokenEvent]) -> None:
         """The engine cannot go on, and everybody learns it at once. Nobody uses the cache after this."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from cache.manager import CacheManager
 from server.engine.sequence import Sequence, Work
+from server.engine.speculation import Speculation
 from server.engine.stats import Counters
 
 _ORDER = attrgetter("key")
@@ -21,11 +22,18 @@ _ORDER = attrgetter("key")
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One sequence's part of a step: tokens `[start, start + count)` of its ids."""
+    """One sequence's part of a step: tokens `[start, start + count)` of its ids, and after them `drafts`,
+    ids that it may turn out to say next. Only a sequence that draws has any."""
 
     sequence: Sequence
     start: int
     count: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """How many go through the model."""
+        return self.count + len(self.drafts)
 
     @property
     def draws(self) -> bool:
@@ -81,8 +89,11 @@ class Scheduler:
         kv_heads: Mapping[str, int],
         block_size: int,
         counters: Counters,
+        speculation: Speculation | None = None,
     ) -> None:
-        """`kv_heads` maps each variant's canonical name to its number of KV heads; `block_size` in tokens."""
+        """`kv_heads` maps each variant's canonical name to its number of KV heads; `block_size` in tokens.
+        Without `speculation` nobody gets drafts."""
+        self._speculation = speculation
         self._manager = manager
         self._block_size = block_size
         self._counters = counters
@@ -138,6 +149,8 @@ class Scheduler:
         self._counters.preemptions += preempted
         if not preempted:
             self._admit(entries, refused, budget)
+        if self._speculation is not None:
+            self._add_drafts(self._speculation, entries)
         entries.sort(key=lambda entry: entry.sequence.work.request.variant)  # stable: order within a variant
         return Plan(tuple(entries), tuple(refused), preempted)
 
@@ -181,6 +194,29 @@ class Scheduler:
             entries.append(Scheduled(sequence, sequence.computed, count))
             budget -= count
             reserve += self._still_needs(sequence, sequence.computed + count)
+
+    def _add_drafts(self, speculation: Speculation, entries: list[Scheduled]) -> None:
+        """Once everybody has what is theirs: in what is left of the step, and in blocks that are free."""
+        tokens = sum(entry.count for entry in entries)
+        decoding = {
+            entry.sequence: at for at, entry in enumerate(entries) if entry.count == 1 and entry.draws
+        }
+        drafted = speculation.propose(list(decoding), tokens, self._limits.max_batch_tokens - tokens)
+        for sequence, drafts in drafted:
+            at = decoding[sequence]
+            own = sequence.computed + 1
+            fits = self._own_free(sequence, own, own + len(drafts)) - own
+            entries[at] = replace(entries[at], drafts=tuple(drafts[:fits]))
+
+    def _own_free(self, sequence: Sequence, least: int, tokens: int) -> int:
+        """Own blocks for `tokens` tokens if they are free; it has those of `least`. How many it has room for.
+        What somebody may yet ask for, the prefix index, is not given up for a guess."""
+        assert sequence.slot is not None
+        more = self._blocks(tokens) - self._blocks(least)
+        if more * self._kv_heads[sequence.work.request.variant] > self._manager.free_blocks:
+            return min(tokens, self._blocks(least) * self._block_size)
+        self._manager.extend(sequence.slot, tokens)
+        return tokens
 
     def _reserve(self, entries: list[Scheduled]) -> int:
         """Physical blocks that a newcomer must leave: what running prefills still need, and one logical block

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import Tensor
 
 from cache.chain import TokenChain
 from server.engine.constraint import Matcher
+from server.engine.drafting import Drafting
 from server.engine.prompt_scores import PromptScores
 from server.engine.request import FinishReason, Request, TokenScore
 from server.engine.seen import Seen
@@ -19,8 +22,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "_chain", "_matcher", "computed", "finish", "index", "key", "output", "prompt_scores", "ran", "seen",
-        "slot", "work",
+        "_chain", "_matcher", "computed", "drafting", "finish", "index", "key", "length", "most", "output",
+        "prompt", "prompt_scores", "ran", "seen", "slot", "work",
     )  # fmt: skip
 
     def __init__(self, work: Work, index: int) -> None:
@@ -28,22 +31,21 @@ class Sequence:
         self.index = index
         # Who goes first: priority, then arrival, then the choice. Kept for life, through every preemption.
         self.key = (work.request.priority, work.arrival, index)
+        self.prompt = work.request.prompts[index // work.request.n]  # its ids
         self.slot: int | None = None  # its place in the cache manager while it runs
         self.computed = 0
         self.output = 0  # tokens generated
+        self.length = len(self.prompt)  # tokens known: prompt and output
+        self.most = min(work.request.max_tokens, work.capacity - self.length)  # that it may generate
         self.ran = False  # admitted at least once
         self.finish: FinishReason | None = None
         self._chain: TokenChain | None = None
         self._matcher: Matcher | None = None
         self.seen: Seen | None = None  # what its penalties look at; made at first need
+        self.drafting: Drafting | None = None  # likewise, where the engine speculates
         # A prompt is scored by its first choice, which holds the scores until its first event.
         asks = work.request.prompt_logprobs is not None and self.copy == 0
         self.prompt_scores = PromptScores(len(self.prompt)) if asks else None
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Its prompt's ids."""
-        return self.work.request.prompts[self.index // self.work.request.n]
 
     @property
     def copy(self) -> int:
@@ -56,11 +58,6 @@ class Sequence:
         if self._chain is None:
             self._chain = TokenChain(self.work.request.cache_root, self.work.block_size, self.prompt)
         return self._chain
-
-    @property
-    def length(self) -> int:
-        """Tokens known: prompt and output."""
-        return len(self.prompt) + self.output
 
     @property
     def pending(self) -> int:
@@ -106,26 +103,35 @@ class Sequence:
         """Take a drawn token."""
         self.chain.append(token)
         self.output += 1
+        self.length += 1
 
     def let_go(self) -> None:
         """It has ended: what only a running choice needs goes now, and not with its last sibling."""
-        self._chain = self._matcher = self.seen = self.prompt_scores = None
+        self._chain = self._matcher = self.seen = self.prompt_scores = self.drafting = None
 
 
 class Work:
     """A request in flight, and the account under which the cache counts what its choices hold."""
 
     __slots__ = (
-        "account", "arrival", "bans", "bias", "block_size", "matcher", "request", "sequences", "unfinished"
+        "account", "arrival", "bans", "bias", "block_size", "capacity", "matcher", "request", "sequences",
+        "unfinished",
     )  # fmt: skip
 
     def __init__(
-        self, request: Request, arrival: int, account: int, block_size: int, matcher: Matcher | None = None
+        self,
+        request: Request,
+        arrival: int,
+        account: int,
+        block_size: int,
+        matcher: Matcher | None = None,
+        capacity: int = sys.maxsize,
     ) -> None:
         self.request = request
         self.arrival = arrival
         self.account = account
         self.block_size = block_size  # tokens
+        self.capacity = capacity  # the most tokens, prompt and output, that a choice may have
         self.matcher = matcher  # at the start of the request's grammar, to be copied; None if it has none
         self.bias: tuple[Tensor, Tensor] | None = None  # ids and values on the device; made at first need
         self.bans: Tensor | None = None  # ids that would end an answer too soon, likewise

@@ -15,7 +15,9 @@ class EngineStats:
     `running` and `waiting` count choices, `waiting_requests` requests none of whose choices has run yet.
     `prompt_tokens` counts the tokens of each prompt once, whatever `n`, when it is first admitted, and
     `cached_tokens` those of them that the prefix index gave; recompute after a preemption counts in neither.
-    `batched_tokens` counts every token that went through the model; `finished_*` count choices.
+    `batched_tokens` counts every token that went through the model, drafts included; `drafts` the runs of a
+    sequence that had any, `draft_tokens` these, and `accepted_tokens` those that were right; `finished_*`
+    count choices.
     """
 
     running: int = 0
@@ -28,6 +30,9 @@ class EngineStats:
     output_tokens: int = 0
     preemptions: int = 0
     failed_steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     finished_stop: int = 0
     finished_length: int = 0
     finished_abort: int = 0
@@ -45,6 +50,9 @@ class Counters:
     output_tokens: int = 0
     preemptions: int = 0
     failed_steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     def snapshot(self, *, running: int, waiting: int, waiting_requests: int) -> EngineStats:
@@ -60,6 +68,9 @@ class Counters:
             output_tokens=self.output_tokens,
             preemptions=self.preemptions,
             failed_steps=self.failed_steps,
+            drafts=self.drafts,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
             finished_stop=self.finished[FinishReason.STOP],
             finished_length=self.finished[FinishReason.LENGTH],
             finished_abort=self.finished[FinishReason.ABORT],

@@ -24,6 +24,7 @@ from model.linear import LinearBackend
 from model.modes import Heads, Mode, counted, parse_modes
 from model.progress import Progress
 from server.engine.errors import ConfigError
+from server.engine.facts import VariantFacts
 from server.engine.options import EngineOptions
 
 
@@ -125,9 +126,11 @@ def map_name(variant: Variant, native: int) -> str:
     return "native" if variant.kv_heads == native else "repeat"
 
 
-def lossy_warning(name: str, kv_heads: int, native: int, head_map: str) -> str:
-    """What a user is told who serves fewer KV heads than the checkpoint has."""
-    return (
-        f"{name} is lossy: {counted(kv_heads)} for the checkpoint's {native} (head map {head_map}); "
-        f"`headroom compare` measures the cost"
-    )
+def lossy_warnings(variants: Sequence[VariantFacts], native: int) -> list[str]:
+    """What a user is told who serves fewer KV heads than the checkpoint has, `native`."""
+    return [
+        f"{variant.name} is lossy: {counted(variant.kv_heads)} for the checkpoint's {native} "
+        f"(head map {variant.head_map}); `headroom compare` measures the cost"
+        for variant in variants
+        if variant.lossy
+    ]

@@ -173,6 +173,7 @@ def test_a_step_never_walks_the_queue(small: Path) -> None:
 
     engine = fp32_engine(small, max_num_seqs=2)[0]
     engine._scheduler.waiting, engine._works = Line(), Books()
+    engine._commit._works = engine._works
     requests = [greedy_request(prompt_of(6, i % 50), 3) for i in range(300)]
     for number, request in enumerate(requests):
         engine.add(request)
