@@ -377,4 +377,23 @@ void attend(const Rows& rows, const Plan& plan, const T* q, int64_t q_stride, co
   });
 }
 
+// Writes the step's K and V [N, D], N = one for each (token, KV head of its sequence), heads inner.
+template <class T>
+void write_step(const Rows& rows, const T* k, const T* v, T* k_arena, T* v_arena) {
+  std::vector<int64_t> before(rows.sequences + 1, 0);  // vectors of the sequences before
+  for (int64_t s = 0; s < rows.sequences; ++s) before[s + 1] = before[s] + rows.tokens(s) * rows.kv_heads(s);
+  const int64_t elements = rows.block_size * rows.head_dim;
+  Threads::shared().run(rows.threads, rows.sequences, [&](int64_t s) {
+    int64_t from = before[s] * rows.head_dim;
+    for (int64_t token = rows.query_start[s]; token < rows.query_start[s + 1]; ++token) {
+      const int64_t position = rows.position(s, token);
+      for (int64_t row = rows.row_start[s]; row < rows.row_start[s + 1]; ++row, from += rows.head_dim) {
+        const int64_t at = rows.table(row)[position / rows.block_size] * elements;
+        put(k_arena + at, v_arena + at, rows.block_size, rows.head_dim, position % rows.block_size, k + from,
+            v + from);
+      }
+    }
+  });
+}
+
 }  // namespace headroom

@@ -46,4 +46,15 @@ inline void put(bf16* k_block, bf16* v_block, int64_t block_size, int64_t head_d
 #endif
 }
 
+// Writes k and v [count, D] into slots (block id * B + offset).
+template <class T>
+void write(const T* k, const T* v, const int64_t* slots, int64_t count, int64_t block_size, int64_t head_dim,
+           T* k_arena, T* v_arena) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t block = slots[i] / block_size * block_size * head_dim;
+    put(k_arena + block, v_arena + block, block_size, head_dim, slots[i] % block_size, k + i * head_dim,
+        v + i * head_dim);
+  }
+}
+
 }  // namespace headroom
