@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -15,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.call import Call
+from server.api.chunks import DONE, Chunks, event
 from server.api.errors import ApiError, ClientGone, as_api_error, internal_error, json_response
 from server.api.logprobs import prompt_logprobs, scored
-from server.api.pieces import large_json, large_response
+from server.api.pieces import large_response
 from server.api.shapes import Shape, Tokens
 from server.api.state import ApiState
 from server.api.stream import KEEP_ALIVE, EventStream, end, until_gone
@@ -28,7 +28,6 @@ from server.text.generate import ChoiceDelta, Done, Generation, generate
 from server.text.prepare import Prepared
 
 _log = logging.getLogger(__name__)
-_DONE = b"data: [DONE]\n\n"
 
 
 class Answer:
@@ -139,40 +138,39 @@ class Answer:
     async def _events(
         self, generation: Generation, first: asyncio.Future[ChoiceDelta | Done], include_usage: bool
     ) -> AsyncGenerator[bytes, None]:
-        base = {**self._head, "object": self._shape.chunk_object}
-        base |= {"choices": []} | ({"usage": None} if include_usage else {})
-
-        def chunk(choice: dict[str, Any], large: bool = False) -> bytes:
-            return _event({**base, "choices": [choice]}, large)
-
-        def news_of(item: ChoiceDelta) -> bytes:
-            news, large = b"", item.prompt_scores is not None
-            tokens = scored(self._prepared, self._state.tokenizer, item)
-            if item.text or tokens is not None:
-                news = chunk(self._shape.delta(item.index, item.text, tokens), large)
-            if item.finish_reason is not None:
-                news += chunk(self._shape.ending(item.index, self._finish(item.finish_reason)))
-            return news
-
+        chunks = Chunks(self._head, self._shape, include_usage)
         try:
             if not first.done():
                 yield KEEP_ALIVE
             item = await first
-            openings = [self._shape.opening(index) for index in range(self._prepared.num_choices)]
-            if news := b"".join(chunk(opening) for opening in openings if opening is not None):
+            if news := b"".join(map(chunks.opening, range(self._prepared.num_choices))):
                 yield news
             while not isinstance(item, Done):
                 self._clock.tokens(item.index, len(item.tokens))
-                # The scores of an echoed prompt take seconds, which the others' streams must not wait for.
-                scores = item.prompt_scores is not None
-                if news := await asyncio.to_thread(news_of, item) if scores else news_of(item):
+                if item.prompt_scores is None:
+                    news = self._news(chunks, item)
+                else:  # of an echoed prompt: they take seconds, which the others' streams must not wait for
+                    news = await asyncio.to_thread(self._news, chunks, item)
+                if news:
                     yield news
                 item = await anext(generation)
-            last = _event({**base, "usage": self._usage(item)}) if include_usage else b""
+            last = chunks.usage(self._usage(item)) if include_usage else b""
             self._record("ok")
-            yield last + _DONE
+            yield last + DONE
         except Exception as error:
-            yield _event(self._failure(error).body()) + _DONE
+            yield event(self._failure(error).body()) + DONE
+
+    def _news(self, chunks: Chunks, item: ChoiceDelta) -> bytes:
+        """One choice's news as events; none, while a character or a possible stop string is held back."""
+        tokens = scored(self._prepared, self._state.tokenizer, item)
+        if tokens is not None:
+            tell = chunks.scored if item.prompt_scores is None else chunks.large
+            news = tell(item.index, item.text, tokens)
+        else:
+            news = chunks.text(item.index, item.text) if item.text else b""
+        if item.finish_reason is not None:
+            news += chunks.ending(item.index, self._finish(item.finish_reason))
+        return news
 
     def _check(self, item: ChoiceDelta | Done) -> None:
         if isinstance(item, ChoiceDelta) and item.finish_reason is not None:
@@ -220,12 +218,3 @@ def outcome_of(error: BaseException) -> str:
             return "timeout"
         case _:
             return "error"
-
-
-def _event(body: dict[str, Any], large: bool = False) -> bytes:
-    # ASCII only: some clients take U+2028 or U+0085 for the end of a line.
-    if large:
-        text = large_json(body, ascii_only=True)
-    else:
-        text = json.dumps(body, allow_nan=False, separators=(",", ":"), default=list)  # of iterators
-    return b"data: " + text.encode() + b"\n\n"

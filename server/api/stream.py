@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from time import monotonic
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -63,8 +64,8 @@ class EventStream(Response):
         self._keep_alive_seconds = settings.keep_alive_seconds
         self._left = left
         self._over = over
+        self._since = 0.0  # when the send that runs began, or the last one ended (monotonic, s)
         self._sending = False
-        self._sent = 0.0  # when the last event was taken (the loop's time)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends until the events end, or the client leaves or stops reading."""
@@ -82,34 +83,44 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._sent = asyncio.get_running_loop().time()
-        comments = asyncio.ensure_future(self._comment(send))
-        try:
-            async for event in self._events:
-                await self._send(send, event)
-        finally:
-            await end(comments)
+        self._since = monotonic()
+        async with asyncio.timeout(None) as patience:
+            watching = asyncio.ensure_future(self._watch(send, patience))
+            try:
+                async for event in self._events:
+                    await self._send(send, event)
+            finally:
+                await end(watching)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, event: bytes) -> None:
-        self._sending = True
+        self._since, self._sending = monotonic(), True
+        try:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            self._since, self._sending = monotonic(), False
+
+    async def _watch(self, send: Send, patience: asyncio.Timeout) -> None:
+        """One task that sleeps, instead of clocks for each event. It sends the comments, and ends the
+        patience with who takes nothing. What it looks for may begin while it sleeps, which it therefore never
+        does for longer than that has to last."""
+        stall, keep_alive = self._stall_seconds, self._keep_alive_seconds
+        while True:
+            left = self._since + (stall if self._sending else keep_alive) - monotonic()
+            if left > 0:
+                await asyncio.sleep(min(left, stall, keep_alive))
+            elif self._sending or not await self._comment(send):
+                patience.reschedule(asyncio.get_running_loop().time())
+                return
+
+    async def _comment(self, send: Send) -> bool:
+        """Whether the client took it; not so if his buffers are still full of what came before."""
         try:
             async with asyncio.timeout(self._stall_seconds):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        finally:
-            self._sending = False
-            self._sent = asyncio.get_running_loop().time()
-
-    async def _comment(self, send: Send) -> None:
-        """One task that sleeps, instead of a clock for each event. Who does not take what is being sent needs
-        no comment."""
-        clock = asyncio.get_running_loop().time
-        while True:
-            left = self._sent + self._keep_alive_seconds - clock()
-            if left <= 0 and not self._sending:
                 await self._send(send, KEEP_ALIVE)
-            else:
-                await asyncio.sleep(left if left > 0 else self._keep_alive_seconds)
+        except TimeoutError:
+            return False
+        return True
 
 
 async def _gone(receive: Receive) -> None:

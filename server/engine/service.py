@@ -205,7 +205,9 @@ class EngineService:
             unfinished = self._unfinished.get(request_id)
             if unfinished is None:
                 continue
-            unfinished.difference_update(event.index for event in own if event.finish is not None)
+            for event in own:
+                if event.finish is not None:
+                    unfinished.discard(event.index)
             if not unfinished:
                 del self._unfinished[request_id], self._weights[request_id]
                 self._pace.request_ended(idle=not self._unfinished)

@@ -73,11 +73,14 @@ class TokenStream:
 
     def push(self, events: list[TokenEvent]) -> None:
         """Called by the service, on the loop's thread."""
-        self._unfinished -= sum(event.finish is not None for event in events)
+        for event in events:
+            # Scores of a prompt are not counted: they come once, and the prompt bounds them.
+            self._unread += 1 if event.score is None else 1 + len(event.score.top)
+            if event.finish is not None:
+                self._unfinished -= 1
         if self._left:
             return
-        self._buffer.extend(events)
-        self._unread += sum(map(_weight, events))
+        self._buffer += events
         if self._unread > MAX_UNREAD and self._unfinished > 0:
             self._overrun = True
             self._leave()
@@ -92,8 +95,3 @@ class TokenStream:
             self._left = True
             self._on_leave()
         self._left = True
-
-
-def _weight(event: TokenEvent) -> int:
-    """Scores of a prompt are not counted: they come once, and the prompt bounds them."""
-    return 1 if event.score is None else 1 + len(event.score.top)

@@ -108,9 +108,11 @@ class PieceReader:
 
     def __call__(self, token: int) -> Piece:
         """The piece of one id."""
-        if token not in self._known:
-            self._known[token] = self._read(self._piece_of(token))
-        return self._known[token]
+        try:
+            return self._known[token]
+        except KeyError:
+            piece = self._known[token] = self._read(self._piece_of(token))
+            return piece
 
     def _read(self, text: str | None) -> Piece:
         if text is None:
@@ -149,11 +151,21 @@ class ByteLevelDetokenizer:
     def __init__(self, read: PieceReader) -> None:
         self._read = read
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between = True  # no character is half read
 
     def push(self, token: int) -> str:
         """The characters that this token completes."""
         piece = self._read(token)
-        return self._utf8.decode(piece) if isinstance(piece, bytes) else ""
+        if not isinstance(piece, bytes):
+            return ""
+        if self._between:  # as it mostly is, and most tokens are whole characters
+            try:
+                return piece.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._utf8.decode(piece)
+        self._between = not self._utf8.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """U+FFFD if a character stayed incomplete."""
@@ -163,6 +175,7 @@ class ByteLevelDetokenizer:
         """One with the same half of a character."""
         other = ByteLevelDetokenizer(self._read)
         other._utf8.setstate(self._utf8.getstate())
+        other._between = self._between
         return other
 
 

@@ -120,9 +120,10 @@ class Generation:
             if self._stream is None:
                 raise StopAsyncIteration
             try:
-                await self._hand_over(await anext(self._stream))
+                self._hand_over(await anext(self._stream))
             except StopAsyncIteration:
                 self._failure = GenerationError("The engine ended this answer before it was complete.")
+            if self._failure is not None or not self._running:
                 await self._leave()
         return self._items.popleft()
 
@@ -141,7 +142,7 @@ class Generation:
             self._service.abort(self._prepared.request_id)
         await stream.aclose()
 
-    async def _hand_over(self, events: Iterable[TokenEvent]) -> None:
+    def _hand_over(self, events: Iterable[TokenEvent]) -> None:
         """One step's events to at most one delta a choice, then Done or the failure, if it was the last.
 
         A choice whose answer begins with scores of its prompt is held back until they are there."""
@@ -163,10 +164,7 @@ class Generation:
         over = self._failure is not None or not self._running
         ready = [index for index, choice in self._changed.items() if over or not choice.waits]
         self._items.extend(self._changed.pop(index).delta(index) for index in ready)
-        if self._failure is not None:
-            await self._leave()
-        elif not self._running:
-            await self._leave()
+        if self._failure is None and over:
             self._items.append(self._done())
 
     def _tell_prompt(self, index: int, scores: PromptScores) -> None:
@@ -226,9 +224,7 @@ class _Choice:
         if event.token is not None:
             self.count += 1
             self._tokens.append(event.token)
-            # A token that completes a grammar stops the choice too, and is a part of it.
-            mark = event.token in self._ends.ids or not self._in_grammar
-            hidden = event.finish is FinishReason.STOP and mark and event.token not in self._ends.shown_ids
+            hidden = event.finish is FinishReason.STOP and self._hides(event.token)
             text = "" if hidden else self._detokenizer.push(event.token)
             if event.score is not None:
                 self._scores.append(event.score)
@@ -237,6 +233,11 @@ class _Choice:
         if event.finish is not None:
             self.end(event.finish)
         return self.ended
+
+    def _hides(self, last: int) -> bool:
+        """Whether the token that stopped the choice is a mark and no part of it. One that completes a grammar
+        is a part."""
+        return (last in self._ends.ids or not self._in_grammar) and last not in self._ends.shown_ids
 
     def end(self, finish: FinishReason) -> None:
         """Nothing follows; a stop that came before stays the reason. What was held back may still complete a
@@ -264,7 +265,7 @@ class _Choice:
         return news
 
     def _add(self, text: str) -> None:
-        if self.count < self._ends.min_tokens:
+        if not self._ends.strings or self.count < self._ends.min_tokens:
             self._text.append(text)
             return
         result = self._matcher.push(text)
