@@ -87,7 +87,7 @@ def _check(decoder: Decoder, mode: Mode, ids: Tensor, kind: str) -> None:
             f"calibration windows of {ids.shape[1]} tokens are longer than the model's context of "
             f"{config.max_position_embeddings}"
         )
-    vocabulary = decoder.weights.embed.shape[0]
+    vocabulary = decoder.weights.embed.size
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
@@ -105,7 +105,7 @@ class _Windows:
     @staticmethod
     def of(decoder: Decoder, ids: Tensor) -> _Windows:
         embed = decoder.weights.embed
-        native = F.embedding(ids.to(embed.device), embed).float()
+        native = embed.rows(ids.to(embed.device)).float()
         positions = torch.arange(ids.shape[1], dtype=torch.int64, device=embed.device)
         return _Windows(native, native.clone(), decoder.rope.at(positions))
 

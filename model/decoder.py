@@ -63,7 +63,7 @@ class Decoder:
         """
         step = _Step(attention, _parts(segments, positions, self.rope))
         # The residual stream stays in fp32: in bfloat16 it would be rounded twice in each layer.
-        x = F.embedding(ids, self.weights.embed).float()
+        x = self.weights.embed.rows(ids).float()
         last = self.config.num_layers - 1
         for index, layer in enumerate(self.weights.layers):
             x += self._attention(index, layer, x, step, kv[index])
@@ -99,8 +99,7 @@ class Decoder:
 
     def mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """x `[T, hidden]` fp32 -> what the gated MLP adds to it."""
-        gate, up = layer.gate_up(self.norm(x, layer.post_norm)).chunk(2, dim=-1)
-        return layer.down(F.silu(gate) * up)
+        return layer.down(layer.gate_up(self.norm(x, layer.post_norm)))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last axis, computed in fp32, in the dtype of the weights' products."""

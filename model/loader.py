@@ -20,7 +20,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.config import ModelConfig
 from model.expected import EMBED, LM_HEAD, NORM, check_tensors, layer_prefix, layer_tensors
-from model.linear import Linear, LinearBackend
+from model.linear import Embedding, Linear, LinearBackend, PlainEmbedding
 from model.weights import LayerWeights, ModelWeights
 
 _SAMPLE = 4096  # bytes of each tensor that go into the fingerprint as they are, beside a checksum of all
@@ -52,11 +52,11 @@ class _Target:
         """A norm's weight, in fp32 whatever the target's dtype: norms are computed there."""
         return tensor.to(device=self.device, dtype=torch.float32, copy=True)
 
-    def fuse(self, tensors: Mapping[str, Tensor], *names: str) -> Linear:
-        """The projections `names` as one, rows in that order, biases included where there are any."""
+    def fuse(self, tensors: Mapping[str, Tensor], *names: str) -> tuple[Tensor, Tensor | None]:
+        """The projections `names` as one, rows in that order, and their biases where there are any."""
         biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
         weight = self.join([tensors[f"{name}.weight"] for name in names])
-        return self.linear.pack(weight, self.join(biases) if biases else None)
+        return weight, self.join(biases) if biases else None
 
 
 def load_weights(
@@ -72,17 +72,22 @@ def load_weights(
     target = _Target(device, dtype, linear)
     digest = hashlib.sha256()
     _add_config(digest, folder)
-    embed, norm, lm_head = _ends(checkpoint, config, target, digest)
+    norm, embed, lm_head, tied = _ends(checkpoint, config, target, digest)
     layers = tuple(_layer(checkpoint, config, layer, target, digest) for layer in range(config.num_layers))
     return ModelWeights(
-        embed=embed, layers=layers, norm=norm, lm_head=lm_head, fingerprint=digest.hexdigest()
+        embed=embed,
+        layers=layers,
+        norm=norm,
+        lm_head=lm_head,
+        tied=tied,
+        fingerprint=digest.hexdigest(),
     )
 
 
 def _ends(
     checkpoint: Checkpoint, config: ModelConfig, target: _Target, digest: _Digest
-) -> tuple[Tensor, Tensor, Linear]:
-    """Embedding, last norm, lm_head.
+) -> tuple[Tensor, Embedding, Linear, bool]:
+    """Last norm, embedding, lm_head, and whether the two are one.
 
     A tied model's lm_head is the embedding, unless the file holds one with other values: transformers (5.24)
     then keeps the two apart, whatever config.json says, and so does this.
@@ -93,9 +98,9 @@ def _ends(
         norm = target.vector(tensors[NORM])
         embed = target.join([tensors[EMBED if EMBED in tensors else LM_HEAD]])
         head = target.join([tensors[LM_HEAD]]) if LM_HEAD in tensors and EMBED in tensors else embed
-        if config.tie_embeddings and torch.equal(head, embed):
-            head = embed
-        return embed, norm, target.linear.pack(head, None, shared=head is embed)
+        if head is embed or (config.tie_embeddings and torch.equal(head, embed)):
+            return norm, *target.linear.pack_tied(embed), True
+        return norm, PlainEmbedding(embed), target.linear.pack(head, None), False
 
 
 def _layer(
@@ -109,15 +114,16 @@ def _layer(
         def vector(name: str) -> Tensor:
             return target.vector(tensors[name])
 
+        pack = target.linear.pack
         return LayerWeights(
             input_norm=vector("input_layernorm.weight"),
-            qkv=target.fuse(tensors, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            qkv=pack(*target.fuse(tensors, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
             q_norm=vector("self_attn.q_norm.weight") if config.qk_norm else None,
             k_norm=vector("self_attn.k_norm.weight") if config.qk_norm else None,
-            o=target.fuse(tensors, "self_attn.o_proj"),
+            o=pack(*target.fuse(tensors, "self_attn.o_proj")),
             post_norm=vector("post_attention_layernorm.weight"),
-            gate_up=target.fuse(tensors, "mlp.gate_proj", "mlp.up_proj"),
-            down=target.fuse(tensors, "mlp.down_proj"),
+            gate_up=target.linear.pack_gated(*target.fuse(tensors, "mlp.gate_proj", "mlp.up_proj")),
+            down=pack(*target.fuse(tensors, "mlp.down_proj")),
         )
 
 

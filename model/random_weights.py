@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.linear import Linear, LinearBackend
+from model.linear import Embedding, GatedLinear, Linear, LinearBackend, PlainEmbedding
 from model.weights import LayerWeights, ModelWeights
 
 # Of norm weights around 1 and of biases around 0: seen if one is dropped, small beside the rest.
@@ -31,13 +31,14 @@ def random_weights(
     layer: the peak is the weights plus one layer. `seed` is any 64-bit integer.
     """
     draw = _Draw(config, linear, dtype, torch.Generator(device=device).manual_seed(seed))
-    embed, norm, lm_head = _ends(config, draw)
+    norm, embed, lm_head = _ends(config, draw)
     layers = tuple(_layer(config, draw) for _ in range(config.num_layers))
     return ModelWeights(
         embed=embed,
         layers=layers,
         norm=norm,
         lm_head=lm_head,
+        tied=config.tie_embeddings,
         fingerprint=_fingerprint(config, seed, device, dtype),
     )
 
@@ -66,15 +67,20 @@ class _Draw:
         weight = self.normal((rows, columns), gain * columns**-0.5)
         return self.linear.pack(weight, self.normal((rows,), _SPREAD) if bias else None)
 
+    def gated(self, inner: int, columns: int, bias: bool) -> GatedLinear:
+        """Gate and up, each from inputs of size 1 to outputs of size 1."""
+        weight = self.normal((2 * inner, columns), columns**-0.5)
+        return self.linear.pack_gated(weight, self.normal((2 * inner,), _SPREAD) if bias else None)
 
-def _ends(config: ModelConfig, draw: _Draw) -> tuple[Tensor, Tensor, Linear]:
-    """Embedding, last norm, lm_head. A tied table is scaled as an lm_head: the norms make up for it."""
+
+def _ends(config: ModelConfig, draw: _Draw) -> tuple[Tensor, Embedding, Linear]:
+    """Last norm, embedding, lm_head. A tied table is scaled as an lm_head: the norms make up for it."""
     table = (config.vocab_size, config.hidden_size)
     embed = draw.normal(table, config.hidden_size**-0.5 if config.tie_embeddings else 1.0)
     norm = draw.norm(config.hidden_size)
     if config.tie_embeddings:
-        return embed, norm, draw.linear.pack(embed, None, shared=True)
-    return embed, norm, draw.matrix(*table, bias=False)
+        return norm, *draw.linear.pack_tied(embed)
+    return norm, PlainEmbedding(embed), draw.matrix(*table, bias=False)
 
 
 def _layer(config: ModelConfig, draw: _Draw) -> LayerWeights:
@@ -88,7 +94,7 @@ def _layer(config: ModelConfig, draw: _Draw) -> LayerWeights:
         k_norm=draw.norm(head_dim) if config.qk_norm else None,
         o=draw.matrix(hidden, q, config.o_bias, gain=depth),
         post_norm=draw.norm(hidden),
-        gate_up=draw.matrix(2 * inner, hidden, config.mlp_bias),
+        gate_up=draw.gated(inner, hidden, config.mlp_bias),
         down=draw.matrix(hidden, inner, config.mlp_bias, gain=depth),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from model.linear import Linear
+from model.linear import Embedding, GatedLinear, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,37 +20,36 @@ class LayerWeights:
     k_norm: Tensor | None  # [D], Qwen3
     o: Linear  # Hq * D -> hidden
     post_norm: Tensor  # [hidden]
-    gate_up: Linear  # rows gate | up: hidden -> 2 * intermediate
+    gate_up: GatedLinear  # hidden -> intermediate
     down: Linear  # intermediate -> hidden
 
     @property
     def nbytes(self) -> int:
         """Bytes of this layer's weights as they are held."""
         norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
-        linears = (self.qkv, self.o, self.gate_up, self.down)
-        return sum(norm.nbytes for norm in norms if norm is not None) + sum(
-            linear.nbytes for linear in linears
-        )
+        products = self.qkv.nbytes + self.o.nbytes + self.gate_up.nbytes + self.down.nbytes
+        return products + sum(norm.nbytes for norm in norms if norm is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """A whole decoder. `fingerprint` identifies the checkpoint: equal files, equal fingerprint."""
 
-    embed: Tensor  # [V, hidden]
+    embed: Embedding  # V rows of hidden
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    lm_head: Linear  # hidden -> V; of a tied model it may live in `embed`'s storage
+    lm_head: Linear  # hidden -> V
+    tied: bool  # the lm_head and the embedding are one copy
     fingerprint: str
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as they are held; a tied lm_head that shares the embedding is counted once."""
+        """Bytes of all weights as they are held; what is tied is counted once."""
         return sum(self._parts())
 
     def _parts(self) -> Iterator[int]:
-        yield self.embed.nbytes
+        yield self.lm_head.nbytes
         yield self.norm.nbytes
         yield from (layer.nbytes for layer in self.layers)
-        if not self.lm_head.shares(self.embed):
-            yield self.lm_head.nbytes
+        if not self.tied:
+            yield self.embed.nbytes

@@ -99,7 +99,7 @@ def fitted(mode: Mode, head_map: str, decoder: Decoder, source: CalibrationSourc
     `head_map` cannot apply."""
     embed = decoder.weights.embed
     windows = source.windows()
-    if max(map(max, windows)) >= embed.shape[0]:
+    if max(map(max, windows)) >= embed.size:
         raise ModelError(
             f"--head-map {head_map}: the tokenizer gives ids that this checkpoint has no embedding for; take "
             f"--head-map mean"

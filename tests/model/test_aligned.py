@@ -169,9 +169,6 @@ class _Refused:
 
     fp32 = __call__
 
-    def shares(self, tensor: Tensor) -> bool:
-        return False
-
 
 refused: Linear = _Refused()
 

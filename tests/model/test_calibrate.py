@@ -23,6 +23,7 @@ from tests.support import checkpoints
 from tests.support.calibrations import as_columns, as_pairs, heads_of
 from tests.support.decoding import load_decoder, native_heads, run_alone, some_ids
 from tests.support.equality import assert_same_logits
+from tests.support.tensors import table
 
 Tiny = Callable[..., Path]
 
@@ -192,7 +193,7 @@ def test_what_cannot_be_fitted_is_refused_with_the_reason(tiny: Tiny) -> None:
         fit(decoder, "mqa", ids=ids - 1 - int(ids.min()))
     with pytest.raises(ModelError, match="513 tokens are longer than the model's context of 512"):
         fit(decoder, "mqa", ids=windows(1, 513, seed=1))
-    decoder.weights.embed[5, 3] = float("nan")
+    table(decoder.weights.embed)[5, 3] = float("nan")
     with pytest.raises(ModelError, match=r"layer 0 .* not finite .* in float32"):
         fit(decoder, "mqa", ids=ids)
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import model.linear
-from model.linear import Linear, PackedBackend, PlainBackend, PlainLinear, choose_linear_backend
+from model.linear import Linear, PackedBackend, PlainBackend, choose_linear_backend
 from tests.support.decoding import load_decoder, native_heads, run_alone, some_ids
 from tests.support.equality import assert_bf16_logits
 from tests.support.reference import load_reference
+from tests.support.tensors import plain, table
 
 CPU = torch.device("cpu")
 PACKED = choose_linear_backend(CPU, torch.bfloat16)
@@ -50,16 +51,9 @@ def test_packed_is_as_exact_as_plain(out: int, into: int, rows: int, biased: boo
 
 @needs_packed
 def test_a_shared_weight_is_not_copied() -> None:
-    embed = torch.randn(64, 32).bfloat16()
-    assert PACKED.pack(embed, None, shared=True).shares(embed)
-    assert not PACKED.pack(embed, None).shares(embed)
-
-
-def test_a_plain_linear_knows_its_storage() -> None:
-    weight = torch.randn(6, 4)
-    linear: Linear = PlainLinear(weight, None)
-    assert linear.shares(weight) and linear.shares(weight[2:])
-    assert not linear.shares(weight.clone())
+    given = torch.randn(64, 32).bfloat16()
+    embed, head = PACKED.pack_tied(given)
+    assert table(embed) is given and plain(head).weight is given
 
 
 @needs_packed

@@ -22,7 +22,7 @@ from tests.support.attention import CPU
 from tests.support.decoding import native_heads, run_alone, some_ids
 from tests.support.equality import assert_same_logits
 from tests.support.reference import load_reference
-from tests.support.tensors import assert_equals_files, load, plain, rewrite
+from tests.support.tensors import assert_equals_files, fused, load, plain, rewrite, table
 
 FAMILIES: tuple[dict[str, Any], ...] = (
     {"family": "llama", "tie_word_embeddings": True},
@@ -50,7 +50,7 @@ def logits_of(config: ModelConfig, weights: ModelWeights, count: int = 40) -> Te
 def as_files(weights: ModelWeights, config: ModelConfig) -> dict[str, Tensor]:
     """The tensors as a checkpoint names and cuts them."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    tensors = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
+    tensors = {"model.embed_tokens.weight": table(weights.embed), "model.norm.weight": weights.norm}
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = plain(weights.lm_head).weight
     for number, layer in enumerate(weights.layers):
@@ -71,7 +71,7 @@ def _projections(
 ) -> Iterator[tuple[Linear, dict[str, int]]]:
     yield layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     yield layer.o, {"self_attn.o_proj": hidden}
-    yield layer.gate_up, {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    yield fused(layer.gate_up), {"mlp.gate_proj": inner, "mlp.up_proj": inner}
     yield layer.down, {"mlp.down_proj": hidden}
 
 
@@ -95,9 +95,7 @@ def test_saved_as_a_checkpoint_they_mean_the_same(
     assert_equals_files(weights, tensors, torch.float32)
     loaded = load(folder)
     assert loaded.nbytes == weights.nbytes
-    assert (
-        loaded.lm_head.shares(loaded.embed) == weights.lm_head.shares(weights.embed) == config.tie_embeddings
-    )
+    assert loaded.tied == weights.tied == config.tie_embeddings
     ours = logits_of(config, weights)
     assert_same_logits(ours, load_reference(folder).logits(some_ids(40, vocab=config.vocab_size)))
 
@@ -139,7 +137,7 @@ def test_sizes_stay_near_one(
 
     monkeypatch.setattr(Decoder, "norm", seen)
     weights = draw(config, dtype=dtype)
-    assert weights.lm_head.shares(weights.embed) == tied
+    assert weights.tied == tied
     logits = logits_of(config, weights)
     assert 0.1 < float(streams[-1].std()) < 2.0, "the stream does not grow with depth"
     assert bool(torch.isfinite(logits).all())
@@ -155,11 +153,11 @@ def test_a_large_shape_takes_its_weights_and_one_layer(monkeypatch: pytest.Monke
     class Counted(PlainBackend):
         """Stands for a backend that copies what it packs; the copy stays, the original goes."""
 
-        def pack(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> Linear:
+        def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
             nonlocal alive, peak
             peak = max(peak, alive + 2 * weight.nbytes)
             alive += weight.nbytes
-            return super().pack(weight, bias, shared=shared)
+            return super().pack(weight, bias)
 
     monkeypatch.setattr(Tensor, "normal_", lambda tensor, *_, **__: tensor)
     weights = random_weights(config, device=CPU, dtype=torch.bfloat16, linear=Counted(reason="test"), seed=0)

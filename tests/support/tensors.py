@@ -10,7 +10,15 @@ from torch import Tensor
 
 from model.checkpoint import SINGLE
 from model.config import ModelConfig
-from model.linear import Linear, PlainBackend, PlainLinear
+from model.linear import (
+    Embedding,
+    GatedLinear,
+    Linear,
+    PlainBackend,
+    PlainEmbedding,
+    PlainLinear,
+    SplitGate,
+)
 from model.loader import load_weights
 from model.weights import ModelWeights
 
@@ -25,6 +33,18 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
 def plain(linear: Linear) -> PlainLinear:
     assert isinstance(linear, PlainLinear)
     return linear
+
+
+def fused(gated: GatedLinear) -> PlainLinear:
+    """Gate and up of a plain backend, as one."""
+    assert isinstance(gated, SplitGate)
+    return plain(gated.linear)
+
+
+def table(embedding: Embedding) -> Tensor:
+    """The table of a plain embedding."""
+    assert isinstance(embedding, PlainEmbedding)
+    return embedding.table
 
 
 def all_tensors(folder: Path) -> dict[str, Tensor]:
@@ -63,7 +83,7 @@ def assert_equals_files(weights: ModelWeights, tensors: dict[str, Tensor], dtype
         at = f"model.layers.{number}."
         check(layer.qkv, *(f"{at}self_attn.{name}_proj" for name in "qkv"))
         check(layer.o, f"{at}self_attn.o_proj")
-        check(layer.gate_up, f"{at}mlp.gate_proj", f"{at}mlp.up_proj")
+        check(fused(layer.gate_up), f"{at}mlp.gate_proj", f"{at}mlp.up_proj")
         check(layer.down, f"{at}mlp.down_proj")
         assert torch.equal(layer.input_norm, take_norm(f"{at}input_layernorm.weight"))
         assert torch.equal(layer.post_norm, take_norm(f"{at}post_attention_layernorm.weight"))
@@ -73,7 +93,7 @@ def assert_equals_files(weights: ModelWeights, tensors: dict[str, Tensor], dtype
                 assert torch.equal(norm, take_norm(f"{at}self_attn.{name}.weight"))
             else:
                 assert norm is None
-    assert torch.equal(weights.embed, take("model.embed_tokens.weight"))
+    assert torch.equal(table(weights.embed), take("model.embed_tokens.weight"))
     assert torch.equal(weights.norm, take_norm("model.norm.weight"))
     if "lm_head.weight" in left:
         check(weights.lm_head, "lm_head")

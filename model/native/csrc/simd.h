@@ -93,6 +93,11 @@ inline f32x16 load_floats(const bf16* from) { return widen(load<u16x16>(from)); 
 inline void store_floats(float* to, f32x16 values) { store(to, values); }
 inline void store_floats(bf16* to, f32x16 values) { store(to, narrow(values)); }
 
+inline float float_of(float value) { return value; }
+inline float float_of(bf16 value) { return widen(value); }
+inline void put_float(float* to, float value) { *to = value; }
+inline void put_float(bf16* to, float value) { *to = narrow(value); }
+
 // ---- what a dot product takes at a time: a pair of bfloat16, or one float, in each 4-byte lane ----
 
 template <class T>

@@ -1,0 +1,146 @@
+"""Linear layers in C++ on a CPU: weights packed once in panels, products in our own kernels.
+
+A panel holds 16 outputs, with P consecutive inputs of each side by side in 4 bytes (a pair of bfloat16, one
+float32): `[out / 16, in / P, 16, P]`. One token streams it from memory in order; many tokens use it from the
+caches. Each token's sums are made in the same order whoever else is in the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.linear import Embedding, GatedLinear, Linear
+from model.native.library import NativeLibrary
+
+LANES = 16
+
+
+def to_panels(weight: Tensor) -> Tensor:
+    """weight `[N, K]` of a 2- or 4-byte dtype, K even for the former -> `[ceil(N / 16), K / P, 16, P]`, rows
+    past N zero."""
+    pair = 4 // weight.itemsize
+    padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % LANES)).contiguous()
+    lanes = padded.view(torch.int32).view(-1, LANES, weight.shape[1] // pair)  # [N / 16, 16, K / P]
+    return lanes.transpose(1, 2).contiguous().view(weight.dtype).view(*lanes.shape[::2], LANES, pair)
+
+
+def rows_of_panels(panels: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` `[...]` of the weight that `panels` hold: `[..., K]`."""
+    return panels[ids // LANES, :, ids % LANES].flatten(-2)
+
+
+def _padded(bias: Tensor | None) -> Tensor | None:
+    """A bias as the kernels read it: fp32, in whole panels."""
+    return None if bias is None else F.pad(bias.float(), (0, -bias.shape[0] % LANES)).contiguous()
+
+
+def _alternating(gate: Tensor, up: Tensor) -> Tensor:
+    """Panels of gate and up in turn, so that a kernel has both at hand."""
+    return torch.stack((gate, up), dim=1).flatten(0, 1)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """A packed weight; `nbytes` leaves its padding out."""
+
+    ops: Any
+    weight: Any  # the C++ class Weight
+    out_features: int
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear.__call__`."""
+        product: Tensor = self.ops.linear(_flat(x), self.weight, False)
+        return product.view(*x.shape[:-1], self.out_features)
+
+    def fp32(self, x: Tensor) -> Tensor:
+        """See `Linear.fp32`."""
+        product: Tensor = self.ops.linear(_flat(x), self.weight, True)
+        return product
+
+
+@dataclass(frozen=True, slots=True)
+class NativeGated:
+    """Gate and up, packed panel by panel in turn; multiplied before they leave the registers."""
+
+    ops: Any
+    weight: Any
+    inner: int
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `GatedLinear.__call__`."""
+        product: Tensor = self.ops.gated_linear(_flat(x), self.weight, self.inner)
+        return product.view(*x.shape[:-1], self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelEmbedding:
+    """A tied model's table, read from the lm_head's panels."""
+
+    panels: Tensor  # [ceil(V / 16), hidden / P, 16, P]
+    size: int
+    nbytes: int
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """See `Embedding.rows`."""
+        return rows_of_panels(self.panels, ids)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Embedding.dtype`."""
+        return self.panels.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """See `Embedding.device`."""
+        return self.panels.device
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinearBackend:
+    """Weights for the C++ kernels."""
+
+    library: NativeLibrary
+    reason: str
+    name: str = "native"
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """See `LinearBackend.pack`."""
+        return self._linear(to_panels(weight), weight, bias)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
+        """See `LinearBackend.pack_gated`."""
+        gate, up = (to_panels(half) for half in weight.chunk(2))
+        both = None
+        if bias is not None:
+            parts = [_padded(half) for half in bias.chunk(2)]
+            both = _alternating(*(part.view(-1, LANES) for part in parts if part is not None)).flatten()
+        panels = _alternating(gate, up)
+        packed = self._weight(panels, both, panels.shape[0] * LANES, weight.shape[1])
+        return NativeGated(self.library.ops, packed, weight.shape[0] // 2, _nbytes(weight, bias))
+
+    def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
+        """See `LinearBackend.pack_tied`."""
+        panels = to_panels(table)
+        return PanelEmbedding(panels, table.shape[0], table.nbytes), self._linear(panels, table, None)
+
+    def _linear(self, panels: Tensor, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+        packed = self._weight(panels, _padded(bias), *weight.shape)
+        return NativeLinear(self.library.ops, packed, weight.shape[0], _nbytes(weight, bias))
+
+    def _weight(self, panels: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> Any:
+        return self.library.classes.Weight(panels, bias, outputs, inputs)
+
+
+def _nbytes(weight: Tensor, bias: Tensor | None) -> int:
+    return weight.nbytes + (0 if bias is None else bias.nbytes)
