@@ -45,10 +45,15 @@ def no_network() -> Iterator[None]:
     patch.undo()
 
 
+# Rooms whose tests start no engine.
+_WITHOUT_ENGINES = ("tests/cache/", "tests/model/", "tests/project/", "tests/text/")
+
+
 @pytest.fixture(autouse=True, scope="session")
-def native_operators() -> None:
+def native_operators(request: pytest.FixtureRequest) -> None:
     """Compiled at most once, before any test; a program that a test starts finds them in the user's cache."""
-    native()
+    if any(not item.nodeid.startswith(_WITHOUT_ENGINES) for item in request.session.items):
+        native()
 
 
 @pytest.fixture

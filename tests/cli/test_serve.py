@@ -13,6 +13,7 @@ import torch
 
 from tests.support import checkpoints
 from tests.support.command import InProcess, check_one_line, headroom
+from tests.support.native import seed
 from tests.support.server import running
 
 SMALL = ["--dtype", "float32", "--kv-memory", "1MiB"]
@@ -178,6 +179,7 @@ def test_a_fitted_mode_is_fitted_once(tiny_served: Path, tmp_path: Path) -> None
     flags += ["--attention", "native,mqa"]
     asked = {"model": "tiny@mqa", "prompt": "The old clockmaker", "max_tokens": 12, "temperature": 0}
     answers = []
+    seed(tmp_path / "headroom")
     for fits in (1, 0):
         with running(tiny_served, *flags, env={"XDG_CACHE_HOME": str(tmp_path)}) as server:
             assert server.log().count("Fitting mqa to this model (once)\n") == fits

@@ -15,6 +15,7 @@ from server.engine.build import build_engine
 from server.engine.engine import Engine
 from server.engine.options import EngineOptions
 from tests.support.driving import greedy_request, run
+from tests.support.native import native
 from tests.support.server import Served, inside
 
 pytestmark = pytest.mark.model
@@ -29,7 +30,7 @@ def engine(smol: Path) -> Engine:
         Variant("native", NativeHeads(3)), Variant("mha", RepeatHeads(9)), Variant("mqa", MeanHeads(1)),
     )  # fmt: skip
     options = EngineOptions(dtype="bfloat16", kv_memory=400 * BLOCK, debug=True)
-    return build_engine(options, smol, variants=variants)[0]
+    return build_engine(options, smol, variants=variants, native=native)[0]
 
 
 def test_the_33rd_kv_token_of_every_mode_in_one_step(engine: Engine) -> None:

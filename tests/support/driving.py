@@ -16,6 +16,7 @@ from server.engine.facts import EngineFacts
 from server.engine.options import EngineOptions
 from server.engine.request import FinishReason, KVPeak, Request, SamplingParams, TokenEvent, TokenScore
 from server.engine.variants import CalibrationSource
+from tests.support.native import native
 
 GREEDY = SamplingParams(temperature=0.0)
 _ids = itertools.count()
@@ -58,8 +59,9 @@ def fp32_engine(
     if "kv_fraction" not in settings:
         settings.setdefault("kv_memory", 64 << 20)
     return build_engine(
-        EngineOptions(**settings), folder, calibration=calibration, variants=variants, matchers=matchers
-    )
+        EngineOptions(**settings), folder, calibration=calibration, variants=variants, matchers=matchers,
+        native=native,
+    )  # fmt: skip
 
 
 def greedy_request(

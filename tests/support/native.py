@@ -16,16 +16,20 @@ from model.native.library import NativeLibrary, NativeUnavailable
 @functools.cache
 def native() -> NativeLibrary | str:
     """The library, loaded into this process, or why there is none."""
-    cache = default_cache_dir(os.environ)
     try:
-        return load_native(cache)
-    except NativeUnavailable as error:
-        if shutil.which("c++") is None:
-            return str(error)
-    try:  # a home that cannot be written
-        return load_native(Path(tempfile.mkdtemp(prefix="headroom-test-native-")))
+        return load_native(_cache())
     except NativeUnavailable as error:
         return str(error)
+
+
+def _cache() -> Path:
+    """The user's cache, or for a home that cannot be written a folder of this run."""
+    cache = default_cache_dir(os.environ)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="headroom-test-cache-"))
+    return cache
 
 
 def seed(cache: Path) -> None:
