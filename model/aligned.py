@@ -100,6 +100,7 @@ class AlignedHeads:
     nbytes: int
     layers: tuple[_Layer, ...]
     owns_output: bool = True
+    repeats: bool = False
 
     def qkv(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation

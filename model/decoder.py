@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention.base import AttentionStep, LayerKV
+from model.attention.native import NativeStep
 from model.config import ModelConfig
 from model.heads import HeadMap, KeyNorm, Segment
+from model.layers_native import NativeLayers
 from model.linear import Linear
 from model.rope import Rope, Rotation
 from model.weights import LayerWeights, ModelWeights
@@ -28,9 +30,14 @@ class Decoder:
         weights: ModelWeights,
         device: torch.device,
         max_position: int | None = None,
+        layers: NativeLayers | None = None,
     ) -> None:
-        """`max_position` bounds the positions that will be asked for (default: the checkpoint's own)."""
+        """`max_position` bounds the positions that will be asked for (default: the checkpoint's own).
+
+        `layers` run steps that they can run in one call; they are `weights`, and give the same numbers.
+        """
         self.config = config
+        self.layers = layers
         self.weights = weights
         self.rope = Rope(config.rope, config.head_dim, max_position or config.max_position_embeddings, device)
 
@@ -61,9 +68,12 @@ class Decoder:
         `[N]` int64 are the tokens that something is asked of. Returns their last state,
         normed, `[N, hidden]`.
         """
-        step = _Step(attention, _parts(segments, positions, self.rope))
+        _check_tiling(segments, positions.shape[0])
         # The residual stream stays in fp32: in bfloat16 it would be rounded twice in each layer.
         x = self.weights.embed.rows(ids).float()
+        if self.layers is not None and isinstance(attention, NativeStep) and all(map(_repeats, segments)):
+            return self.layers.run(x, self.rope.at(positions), attention.arrays, kv, wanted)
+        step = _Step(attention, _parts(segments, positions, self.rope))
         last = self.config.num_layers - 1
         for index, layer in enumerate(self.weights.layers):
             x += self._attention(index, layer, x, step, kv[index])
@@ -107,6 +117,10 @@ class Decoder:
         return normed.to(self.weights.embed.dtype)
 
 
+def _repeats(segment: Segment) -> bool:
+    return segment.head_map.repeats
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A segment with what its head map needs in every layer."""
@@ -116,12 +130,14 @@ class _Part:
     rotation: Rotation  # of the span's tokens
 
 
-def _parts(segments: Sequence[Segment], positions: Tensor, rope: Rope) -> tuple[_Part, ...]:
-    """The segments, checked to tile the token axis `[0, T)`."""
+def _check_tiling(segments: Sequence[Segment], tokens: int) -> None:
     ends = [0, *(segment.stop for segment in segments)]
-    starts = [*(segment.start for segment in segments), positions.shape[0]]
+    starts = [*(segment.start for segment in segments), tokens]
     if ends != starts:
-        raise ValueError(f"segments must tile tokens [0, {positions.shape[0]}), got {segments}")
+        raise ValueError(f"segments must tile tokens [0, {tokens}), got {segments}")
+
+
+def _parts(segments: Sequence[Segment], positions: Tensor, rope: Rope) -> tuple[_Part, ...]:
     if len(segments) == 1:  # the usual case: nothing is sliced
         return (_Part(segments[0].head_map, slice(None), rope.at(positions)),)
     parts = []

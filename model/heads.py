@@ -37,6 +37,11 @@ class HeadMap(Protocol):
         ...
 
     @property
+    def repeats(self) -> bool:
+        """Whether its KV heads are the checkpoint's, each once or several times, and nothing else is done."""
+        ...
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights that the map owns beside the checkpoint's."""
         ...
@@ -68,6 +73,7 @@ class NativeHeads:
 
     kv_heads: int
     owns_output: bool = False
+    repeats: bool = True
     nbytes: int = 0
     identity: str = ""
 
@@ -88,6 +94,7 @@ class RepeatHeads:
 
     kv_heads: int
     owns_output: bool = False
+    repeats: bool = True
     nbytes: int = 0
     identity: str = ""
 
@@ -113,6 +120,7 @@ class MeanHeads:
 
     kv_heads: int
     owns_output: bool = False
+    repeats: bool = False
     nbytes: int = 0
     identity: str = "mean"
 

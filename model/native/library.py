@@ -26,6 +26,11 @@ class NativeLibrary:
         """The operators by name, as PyTorch's dispatcher knows them."""
         return getattr(torch.ops, self.namespace)
 
+    @property
+    def classes(self) -> Any:
+        """The classes in C++ by name."""
+        return getattr(torch.classes, self.namespace)
+
 
 def load(path: Path, namespace: str, about: str) -> NativeLibrary:
     """Load a library that registers `namespace`. Raises NativeUnavailable."""

@@ -19,7 +19,9 @@ from model.attention.choose import choose_attention_backend
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.heads import Variant
-from model.linear import LinearBackend, choose_linear_backend
+from model.layers_native import native_layers
+from model.linear import LinearBackend
+from model.linear_choice import choose_linear_backend
 from model.loader import load_weights
 from model.modes import Mode
 from model.weights import ModelWeights
@@ -106,12 +108,13 @@ def build_engine(
         loaded = load_weights(model_folder, config, device=device, dtype=dtype, linear=linear)
     else:
         loaded = weights(config, device, dtype, linear)
-    decoder = Decoder(config, loaded, device, max_position=frame.longest)
-    made = variants or make_variants(frame.modes, options.head_map, decoder, linear, calibration)
-    shape = Shape(options.block_size, config.num_heads, {v.name: v for v in made}, device, config.vocab_size)
     attention = choose_attention_backend(
         device, dtype, block_size=options.block_size, head_dim=config.head_dim, native=kernels
     )
+    layers = native_layers(config, loaded, kernels)
+    decoder = Decoder(config, loaded, device, max_position=frame.longest, layers=layers)
+    made = variants or make_variants(frame.modes, options.head_map, decoder, linear, calibration)
+    shape = Shape(options.block_size, config.num_heads, {v.name: v for v in made}, device, config.vocab_size)
     parts = _Parts(frame, decoder, shape, attention, linear)
     size = _size(parts)
     context = _fit(frame, size)

@@ -22,7 +22,8 @@ from model.attention.choose import choose_attention_backend
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.heads import NativeHeads, Variant
-from model.linear import choose_linear_backend
+from model.layers_native import native_layers
+from model.linear_choice import choose_linear_backend
 from model.loader import load_weights
 from server.engine.batch import ForwardBatch, Shape, lone_batch
 from server.engine.device import choose_device, choose_dtype
@@ -127,7 +128,9 @@ def load_scoring(
     kernels = choose_native(options.kernels, device, native)
     linear = choose_linear_backend(device, dtype, kernels)
     weights = load_weights(model_folder, config, device=device, dtype=dtype, linear=linear)
-    decoder = Decoder(config, weights, device, max_position=min(longest, config.max_position_embeddings))
+    positions = min(longest, config.max_position_embeddings)
+    layers = native_layers(config, weights, kernels)
+    decoder = Decoder(config, weights, device, max_position=positions, layers=layers)
     variants = make_variants(modes, options.head_map, decoder, linear, calibration)
     attention = choose_attention_backend(
         device, dtype, block_size=BLOCK_SIZE, head_dim=config.head_dim, native=kernels

@@ -8,7 +8,7 @@ from pathlib import Path
 from model.calibration import Calibration
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.linear import choose_linear_backend
+from model.linear_choice import choose_linear_backend
 from model.loader import load_weights
 from model.modes import Mode
 from model.progress import Progress

@@ -36,6 +36,7 @@ class ToyHeads:
     projections: tuple[Tensor, ...]
     kv_heads: int = 1
     owns_output: bool = True
+    repeats: bool = False
     nbytes: int = 0
     identity: str = "toy"
 

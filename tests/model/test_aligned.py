@@ -197,6 +197,7 @@ class NaiveHeads:
     rope: RopeConfig
     kv_heads: int
     owns_output: bool = True
+    repeats: bool = False
     nbytes: int = 0
     identity: str = "naive"
 

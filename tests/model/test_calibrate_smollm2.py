@@ -15,7 +15,7 @@ from model.aligned import AlignedHeads, aligned_heads
 from model.calibrate import calibrate
 from model.decoder import Decoder
 from model.heads import HeadMap
-from model.linear import choose_linear_backend
+from model.linear_choice import choose_linear_backend
 from model.modes import Mode
 from server.text.samples import HeldOut, calibration_windows, held_out
 from server.text.tokenizer import Tokenizer

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import model.linear
-from model.linear import Linear, PackedBackend, PlainBackend, choose_linear_backend
+from model.linear import Linear, PackedBackend, PlainBackend
+from model.linear_choice import choose_linear_backend
 from tests.support.decoding import load_decoder, native_heads, run_alone, some_ids
 from tests.support.equality import assert_bf16_logits
 from tests.support.reference import load_reference

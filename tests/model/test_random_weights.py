@@ -15,7 +15,8 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.heads import RepeatHeads
-from model.linear import Linear, PlainBackend, choose_linear_backend
+from model.linear import Linear, PlainBackend
+from model.linear_choice import choose_linear_backend
 from model.random_weights import _fingerprint, random_weights
 from model.weights import LayerWeights, ModelWeights
 from tests.support.attention import CPU

@@ -12,7 +12,7 @@ from model.aligned import AlignedHeads, aligned_heads
 from model.calibration import Calibration, LayerFit
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.linear import choose_linear_backend
+from model.linear_choice import choose_linear_backend
 from tests.support import checkpoints
 
 

@@ -13,7 +13,8 @@ from model.attention.reference import ReferenceAttention
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.heads import HeadMap, NativeHeads, Segment
-from model.linear import LinearBackend, choose_linear_backend
+from model.linear import LinearBackend
+from model.linear_choice import choose_linear_backend
 from model.loader import load_weights
 from tests.support.attention import CPU, CachedSequence, CacheRig
 

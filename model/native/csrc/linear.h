@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <utility>
+#include <variant>
 
+#include "quantised.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -21,11 +23,25 @@ struct Panels {
   const uint32_t* panel(int64_t index) const { return lanes + index * steps() * kLanes; }
 };
 
+// A weight of any kind that inputs of dtype T can be multiplied with.
+template <class T>
+struct Kinds {
+  using Any = std::variant<Panels<T>>;
+};
+template <>
+struct Kinds<bf16> {
+  using Any = std::variant<Panels<bf16>, QuantisedPanels<Codes4>, QuantisedPanels<Codes8>>;
+};
+
 // A projection: its weight and, if it has one, its bias in fp32, padded as the weight is.
 template <class T>
 struct Projection {
-  Panels<T> weight;
+  typename Kinds<T>::Any weight;
   const float* bias;
+
+  int64_t outputs() const {
+    return std::visit([](const auto& w) { return w.outputs; }, weight);
+  }
 };
 
 // M tokens against N panels from `first` on; finish(token, first, sums) gets N vectors of 16 sums for each.
@@ -60,12 +76,6 @@ void multiply_panels(const Panels<T>& w, const T* x, int64_t tokens, int64_t fir
   }
 }
 
-// Panels that a thread takes at a time: a multiple of the tile's, and enough chunks that threads end together.
-inline int64_t panels_a_chunk(int64_t panels, int threads) {
-  const int64_t share = panels / (int64_t(threads) * 4);
-  return std::max<int64_t>(share / kTilePanels, 1) * kTilePanels;
-}
-
 // Every token against every panel. finish(token, panel, sums, N) is called once for each token and group of N
 // neighbouring panels, N even wherever two are left; by any of the threads.
 template <class T, class Finish>
@@ -83,6 +93,12 @@ void multiply(const Panels<T>& w, const T* x, int64_t tokens, int threads, const
     }
     if (panel < end) multiply_panels<1>(w, x, tokens, panel, finish);
   });
+}
+
+// The same for whatever kind of weight it is.
+template <class T, class Finish>
+void multiply(const Projection<T>& p, const T* x, int64_t tokens, int threads, const Finish& finish) {
+  std::visit([&](const auto& w) { multiply(w, x, tokens, threads, finish); }, p.weight);
 }
 
 // ---- ends of a product ----
@@ -118,8 +134,8 @@ inline f32x16 silu(f32x16 x) {
 // out [tokens, outputs] = x W^T + bias
 template <class T, class Out>
 void linear(const Projection<T>& p, const T* x, int64_t tokens, int threads, Out* out) {
-  const int64_t outputs = p.weight.outputs;
-  multiply(p.weight, x, tokens, threads, [&](int64_t token, int64_t first, const auto& sums, auto) {
+  const int64_t outputs = p.outputs();
+  multiply(p, x, tokens, threads, [&](int64_t token, int64_t first, const auto& sums, auto) {
     each_panel(outputs, first, sums, [&](int64_t at, int64_t lanes, f32x16 sum) {
       if (p.bias != nullptr) sum += load_floats(p.bias + at);
       store_some(out + token * outputs + at, lanes, sum);
@@ -130,8 +146,8 @@ void linear(const Projection<T>& p, const T* x, int64_t tokens, int threads, Out
 // onto [tokens, outputs] += x W^T + bias
 template <class T>
 void add_linear(const Projection<T>& p, const T* x, int64_t tokens, int threads, float* onto) {
-  const int64_t outputs = p.weight.outputs;
-  multiply(p.weight, x, tokens, threads, [&](int64_t token, int64_t first, const auto& sums, auto) {
+  const int64_t outputs = p.outputs();
+  multiply(p, x, tokens, threads, [&](int64_t token, int64_t first, const auto& sums, auto) {
     each_panel(outputs, first, sums, [&](int64_t at, int64_t lanes, f32x16 sum) {
       if (p.bias != nullptr) sum += load_floats(p.bias + at);
       float* to = onto + token * outputs + at;
@@ -144,7 +160,7 @@ void add_linear(const Projection<T>& p, const T* x, int64_t tokens, int threads,
 // of the two is padded to whole panels, so the weight has 32 outputs for every 16 of `inner`.
 template <class T>
 void gated_linear(const Projection<T>& p, int64_t inner, const T* x, int64_t tokens, int threads, T* out) {
-  multiply(p.weight, x, tokens, threads, [&]<int N>(int64_t token, int64_t first, const f32x16(&sums)[N],
+  multiply(p, x, tokens, threads, [&]<int N>(int64_t token, int64_t first, const f32x16(&sums)[N],
                                              std::integral_constant<int, N>) {
     for (int n = 0; n + 1 < N; n += 2) {
       const int64_t panel = first + n, at = panel / 2 * kLanes;

@@ -46,29 +46,55 @@ auto by_dtype(at::ScalarType dtype, const Work& work) {
 
 int threads() { return at::get_num_threads(); }
 
-// A weight in panels (linear.h), with its bias in fp32, padded as the panels are.
+// A weight in panels (linear.h), with its bias in fp32, padded as the panels are. With scales, the panels are
+// int32 lanes of codes (quantised.h), and it takes bfloat16 inputs.
 struct Weight : torch::CustomClassHolder {
-  Weight(Tensor panels, optional<Tensor> bias, int64_t outputs, int64_t inputs)
-      : panels(std::move(panels)), bias(std::move(bias)), outputs(outputs), inputs(inputs) {
+  Weight(Tensor panels, optional<Tensor> bias, int64_t outputs, int64_t inputs, optional<Tensor> scales)
+      : panels(std::move(panels)), bias(std::move(bias)), outputs(outputs), inputs(inputs), scales(std::move(scales)) {
     const int64_t padded = (outputs + kLanes - 1) / kLanes * kLanes;
-    require(is_plain(this->panels) && this->panels.numel() == padded * inputs, "panels of the wrong size");
-    require(inputs * this->panels.itemsize() % 4 == 0, "inputs must be a multiple of a lane's");
+    if (this->scales.has_value()) {
+      check_codes(padded);
+    } else {
+      require(is_plain(this->panels) && this->panels.numel() == padded * inputs, "panels of the wrong size");
+      require(inputs * this->panels.itemsize() % 4 == 0, "inputs must be a multiple of a lane's");
+    }
     if (this->bias.has_value()) {
       require(is_plain(*this->bias) && this->bias->scalar_type() == at::kFloat && this->bias->numel() == padded,
               "a bias must be padded float32");
     }
   }
 
-  template <class T>
-  Projection<T> view() const {
-    return {{data<const uint32_t>(panels), outputs, inputs}, data<float>(bias)};
+  void check_codes(int64_t padded) const {
+    require(is_plain(panels) && panels.scalar_type() == at::kInt && is_plain(*scales) &&
+                scales->scalar_type() == at::kBFloat16 && inputs % kGroup == 0,
+            "codes must be int32 lanes with bfloat16 scales, in whole groups");
+    const int64_t groups = padded * (inputs / kGroup);
+    require(panels.numel() == groups * (four_bits() ? 4 : 8), "codes of the wrong size");
+    require(scales->numel() == groups * (four_bits() ? 2 : 1), "scales of the wrong size");
   }
 
-  at::ScalarType dtype() const { return panels.scalar_type(); }
+  bool four_bits() const { return scales->numel() == padded_groups() * 2; }
+  int64_t padded_groups() const { return (outputs + kLanes - 1) / kLanes * kLanes * (inputs / kGroup); }
+
+  template <class T>
+  Projection<T> view() const {
+    const uint32_t* lanes = data<const uint32_t>(panels);
+    if constexpr (std::is_same_v<T, bf16>) {
+      const bf16* factors = data<bf16>(scales);
+      if (factors != nullptr && four_bits()) {
+        return {QuantisedPanels<Codes4>{lanes, factors, outputs, inputs}, data<float>(bias)};
+      }
+      if (factors != nullptr) return {QuantisedPanels<Codes8>{lanes, factors, outputs, inputs}, data<float>(bias)};
+    }
+    return {Panels<T>{lanes, outputs, inputs}, data<float>(bias)};
+  }
+
+  at::ScalarType dtype() const { return scales.has_value() ? at::kBFloat16 : panels.scalar_type(); }
 
   Tensor panels;
   optional<Tensor> bias;
   int64_t outputs, inputs;
+  optional<Tensor> scales;
 };
 
 // A step's metadata, read where it lies (all of it on the CPU).
@@ -89,6 +115,25 @@ using WeightPtr = c10::intrusive_ptr<Weight>;
 void check_input(const Tensor& x, const WeightPtr& weight) {
   require(is_plain(x) && x.dim() == 2 && x.size(1) == weight->inputs, "x must be [tokens, inputs]");
   require(x.scalar_type() == weight->dtype(), "x must have the weight's dtype");
+}
+
+// weight [N, K] -> panels [ceil(N / 16), K / P, 16, P] (linear.h).
+Tensor to_panels_op(const Tensor& weight) {
+  require(is_plain(weight) && weight.dim() == 2 && weight.itemsize() <= 4, "weight must be a matrix on the CPU");
+  const int64_t outputs = weight.size(0), pair = 4 / weight.itemsize(), steps = weight.size(1) / pair;
+  require(weight.size(1) % pair == 0, "inputs must be a multiple of a lane's");
+  const int64_t panels = (outputs + kLanes - 1) / kLanes;
+  Tensor out = at::empty({panels, steps, kLanes, pair}, weight.options());
+  const auto* from = data<const uint32_t>(weight);
+  auto* to = data<uint32_t>(out);
+  Threads::shared().run(threads(), panels, [&](int64_t panel) {
+    uint32_t* lanes = to + panel * steps * kLanes;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t row = panel * kLanes + lane;
+      for (int64_t k = 0; k < steps; ++k) lanes[k * kLanes + lane] = row < outputs ? from[row * steps + k] : 0;
+    }
+  });
+  return out;
 }
 
 // x [M, inputs] -> [M, outputs] in x's dtype, or in fp32 if `wide`.
@@ -256,11 +301,14 @@ TORCH_LIBRARY(HEADROOM_NAMESPACE, m) {
   using headroom::Layers;
   using headroom::Weight;
   using std::optional;
-  m.class_<Weight>("Weight").def(torch::init<at::Tensor, optional<at::Tensor>, int64_t, int64_t>());
+  m.class_<Weight>("Weight").def(torch::init<at::Tensor, optional<at::Tensor>, int64_t, int64_t, optional<at::Tensor>>(), "",
+                                 {torch::arg("panels"), torch::arg("bias"), torch::arg("outputs"),
+                                  torch::arg("inputs"), torch::arg("scales") = torch::arg::none()});
   m.class_<Layers>("Layers")
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, at::Tensor>())
       .def("add", &Layers::add)
       .def("run", &Layers::run);
+  m.def("to_panels", &headroom::to_panels_op);
   m.def("linear", &headroom::linear_op);
   m.def("gated_linear", &headroom::gated_linear_op);
   m.def("write", &headroom::write_op);
