@@ -31,7 +31,7 @@ def check_folder(folder: Path) -> None:
 def make_folder(folder: Path) -> None:
     """Make `folder` for this user alone unless it is there, and check it. Raises NativeUnavailable."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise NativeUnavailable(f"{folder} cannot be made ({error.strerror})") from error
@@ -55,7 +55,7 @@ def _check(path: Path, status: os.stat_result, forbidden: int, root: bool = Fals
     if status.st_mode & forbidden:
         raise NativeUnavailable(
             f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}), whose code is not "
-            f"loaded; remove it"
+            f"loaded: chmod go-w"
         )
 
 
