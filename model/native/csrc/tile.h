@@ -4,6 +4,8 @@
 // floats alone. Weights are packed so (`linear.h`), and so are blocks of the KV cache (`attention.h`).
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 
 namespace headroom {
@@ -38,6 +40,12 @@ inline void tile(const T* x, int64_t x_row, const uint32_t* w, int64_t w_panel, 
       for (int n = 0; n < N; ++n) acc[m][n] = Pair<T>::dot(acc[m][n], column[n], fill(lane));
     }
   }
+}
+
+// Panels that a thread takes at a time: a multiple of the tile's, and enough chunks that threads end together.
+inline int64_t panels_a_chunk(int64_t panels, int threads) {
+  const int64_t share = panels / (int64_t(threads) * 4);
+  return std::max<int64_t>(share / kTilePanels, 1) * kTilePanels;
 }
 
 }  // namespace headroom
