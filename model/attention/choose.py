@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from model.attention.base import AttentionBackend
+from model.attention.native import NativeAttention, unfit
 from model.attention.reference import ReferenceAttention
 from model.native.library import NativeLibrary
 
@@ -19,4 +20,9 @@ def choose_attention_backend(
 ) -> AttentionBackend:
     """The fastest backend that reads a cache of `dtype` on `device`, in blocks of `block_size` tokens, with
     the reason for the choice. `native` are the operators in C++, or why there are none."""
-    return ReferenceAttention(device, reason="plain PyTorch, the only backend so far")
+    why_not = native if isinstance(native, str) else unfit(dtype, block_size, head_dim)
+    if device.type != "cpu":
+        why_not = f"native kernels are for CPUs, this is {device.type}"
+    if why_not is None and isinstance(native, NativeLibrary):
+        return NativeAttention(native)
+    return ReferenceAttention(device, reason=f"plain PyTorch, any device ({why_not})")

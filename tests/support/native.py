@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 from model.fetch import default_cache_dir
-from model.native.build import load_native
+from model.native.build import Recipe, load_native
 from model.native.library import NativeLibrary, NativeUnavailable
+from model.native.target import cpu_flags
 
 
 @functools.cache
@@ -18,6 +19,18 @@ def native() -> NativeLibrary | str:
     """The library, loaded into this process, or why there is none."""
     try:
         return load_native(_cache())
+    except NativeUnavailable as error:
+        return str(error)
+
+
+@functools.cache
+def avx2() -> NativeLibrary | str:
+    """The same for any CPU with AVX2, beside the one above in this process; or why it cannot run here."""
+    recipe = Recipe(vector="avx2", namespace="headroom_avx2")
+    if not recipe.target().runs_on(cpu_flags()):
+        return "this CPU has no AVX2"
+    try:
+        return load_native(_cache(), recipe)
     except NativeUnavailable as error:
         return str(error)
 
