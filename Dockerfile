@@ -4,13 +4,14 @@
 #   docker build -t headroom:cuda --build-arg TORCH=cuda .  CUDA (run it with --gpus all)
 #   docker run --rm -p 8000:8000 -v headroom-cache:/cache headroom [MODEL] [--api-key KEY] ...
 #
-# No model is baked in: it is fetched once, into the volume /cache.
+# The CPU kernels are compiled in. No model is baked in: it is fetched once, into the volume /cache.
 
 FROM python:3.11-slim-bookworm AS build
 ARG TORCH=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
+RUN command -v c++ || { apt-get update && apt-get install -y --no-install-recommends g++; }
 RUN python -m venv /opt/headroom
 COPY constraints.txt constraints-cpu.txt ./
 RUN if [ "$TORCH" = cuda ]; then \
@@ -23,6 +24,8 @@ COPY server server
 COPY model model
 COPY cache cache
 RUN /opt/headroom/bin/pip install -c constraints.txt .
+# For each kind of x86-64 CPU, as the image may run on another than built it, and without a compiler.
+RUN if [ "$(uname -m)" = x86_64 ]; then /opt/headroom/bin/headroom kernels --portable; fi
 
 FROM python:3.11-slim-bookworm
 RUN useradd --uid 10001 --create-home headroom && install -d -o headroom -g headroom /cache

@@ -56,10 +56,11 @@ imports: $(VENV)/.ready-dev ## which room may import which
 
 check: lint types imports test ## all that a change must pass
 
-# The tests fetch the model too; here its progress shows, and takes no test's time.
+# The tests fetch the model and compile the kernels too; here it shows, and takes no test's time.
 .PHONY: .model
 .model: $(VENV)/.ready-run
 	@$(BIN)/headroom fetch $(MODEL) || echo "Without the model, the tests that need it will be skipped"
+	@$(BIN)/headroom kernels || echo "Without the kernels, the tests that need them will be skipped"
 
 load: $(VENV)/.ready-test ## a minute of load, latency beside live cache bytes
 	@$(BIN)/python -m loadtest.run --model $(MODEL) $(ARGS)

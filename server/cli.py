@@ -39,6 +39,7 @@ commands:
   plan [MODEL]              what its KV cache costs, and how many users fit
   compare [MODEL]           measure what its attention modes save, and cost
   convert MODEL OUT         write a model again with other KV heads
+  kernels                   compile the CPU kernels now, not at the first start
 
 MODEL:
   {flags.MODEL_HELP}
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plan": _plan,
         "compare": _compare,
         "convert": _convert,
+        "kernels": _kernels,
     }
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
@@ -250,6 +252,25 @@ def _convert(words: Sequence[str], env: Mapping[str, str]) -> int:
     from server.commands.convert import run_convert
 
     return run_convert(args, default_cache_dir(env), env.get("HF_ENDPOINT") or None)
+
+
+def _kernels(words: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = Parser(
+        "kernels",
+        "[flags]",
+        "Compile the operators in C++ for this CPU unless they are in the cache, and print their file. "
+        "Otherwise the first start does it.",
+    )
+    parser.add_argument(
+        "--portable",
+        action="store_true",
+        help="compile them for each kind of CPU, into the package, where all its users find them: for images",
+    )
+    args = parser.parse_intermixed_args(words)
+    from model.fetch import default_cache_dir
+    from server.commands.kernels import kernels
+
+    return kernels(default_cache_dir(env), env.get("CXX") or None, args.portable)
 
 
 def _load(args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:

@@ -28,7 +28,7 @@ from model.native.library import (
     loaded,
     namespace_of,
 )
-from model.native.target import PORTABLE, Target, cpu_flags, target_of
+from model.native.target import PORTABLE, X86, Target, cpu_flags, target_of
 from model.native.trust import check_file, check_folder, make_folder
 from model.publish import locked, publish_file
 
@@ -86,7 +86,9 @@ def load_native(
     if check_file(path):
         with contextlib.suppress(NativeUnavailable):  # broken: made again
             return load(path, recipe.namespace, target.about)
-    build(path, recipe, target, say)
+    compiler = find_compiler(recipe.compiler)
+    make_folder(path.parent)
+    build(path, recipe, target, compiler, say)
     return load(path, recipe.namespace, target.about)
 
 
@@ -106,39 +108,47 @@ def key_of(recipe: Recipe, target: Target) -> str:
     return digest.hexdigest()[:32]
 
 
-def build(path: Path, recipe: Recipe, target: Target, say: Callable[[str], None]) -> None:
+def build(
+    path: Path, recipe: Recipe, target: Target, compiler: Sequence[str], say: Callable[[str], None]
+) -> None:
     """Compile the library to `path`, whole or not at all. Raises NativeUnavailable."""
     source = recipe.sources / "ops.cpp"
     if not source.is_file():
         raise NativeUnavailable(f"{source.name} is not in the package")
-    compiler = find_compiler(recipe.compiler)
-    make_folder(path.parent)
+
+    def write(fresh: Path) -> None:
+        compile_library(compiler, source, fresh, _flags(recipe, target), recipe.seconds)
+        if path.name != file_name(recipe.namespace, key_of(recipe, target)):
+            raise NativeUnavailable("its sources were changed while they were compiled; start again")
+
     before = _stamp(path)
     try:
         with locked(path.parent / ".lock", lambda: say("waiting for another process that compiles")):
             if _stamp(path) != before:
                 return  # by another process, meanwhile
             say("compiling the CPU kernels, once (about half a minute)")
-            publish_file(
-                path,
-                lambda fresh: compile_library(
-                    compiler, source, fresh, _flags(recipe, target), recipe.seconds
-                ),
-            )
+            publish_file(path, write)
             _forget(path)
     except OSError as error:
         raise NativeUnavailable(f"{path.parent} cannot be written ({error.strerror})") from error
 
 
-def prebuild(folder: Path, recipe: Recipe, say: Callable[[str], None] = _silent) -> Sequence[Path]:
-    """Compile for every kind of CPU that this machine's relatives may have, into `folder`; the files.
+def prebuild(recipe: Recipe, folder: Path = PREBUILT, say: Callable[[str], None] = _silent) -> Sequence[Path]:
+    """Compile for each kind of x86-64 CPU, into the package, for all its users; the files.
 
     `load_native` takes the best one that its CPU can run. Raises NativeUnavailable.
     """
+    if platform.machine() not in X86:
+        raise NativeUnavailable(f"only for kinds of x86-64 CPUs ahead of time, this is {platform.machine()}")
+    compiler = find_compiler(recipe.compiler)
     made = []
+    try:
+        folder.mkdir(mode=0o755, exist_ok=True)
+    except OSError as error:
+        raise NativeUnavailable(f"{folder} cannot be made ({error.strerror})") from error
     for target in PORTABLE:
         path = folder / file_name(recipe.namespace, key_of(recipe, target))
-        build(path, recipe, target, say)
+        build(path, recipe, target, compiler, say)
         made.append(path)
     return made
 

@@ -6,6 +6,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+X86 = ("x86_64", "AMD64")  # as `platform.machine` says it
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -48,7 +49,7 @@ def target_of(name: str) -> Target:
 
 def native() -> Target:
     """This CPU, with all that it has."""
-    flag = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+    flag = "-march=native" if platform.machine() in X86 else "-mcpu=native"
     return Target("native", (flag,), cpu_flags(), "compiled for this CPU")
 
 

@@ -26,6 +26,7 @@ from server.engine.options import EngineOptions
 from tests.support.command import ROOT, check_one_line, headroom
 
 COMMANDS = ("serve", "generate", "chat", "fetch", "plan", "compare", "convert")
+ALL = (*COMMANDS, "kernels")
 
 
 def test_help() -> None:
@@ -34,10 +35,11 @@ def test_help() -> None:
         assert done.returncode == 0
         for command in COMMANDS:
             assert re.search(rf"\n  {command} \[?MODEL", done.stdout)
+        assert "\n  kernels " in done.stdout
     assert headroom("--version").stdout == f"headroom {server.__version__}\n"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL)
 def test_help_of_a_command(command: str) -> None:
     """And it imports nothing heavy."""
     code = (

@@ -233,6 +233,13 @@ def test_sources_that_are_not_there(rig: Rig, tmp_path: Path) -> None:
     assert "ops.cpp is not in the package" in rig.refused()
 
 
+def test_sources_that_change_while_they_are_compiled(rig: Rig) -> None:
+    """The library would be kept under a name that is not its own."""
+    rig.work(f"echo '// more' >> {rig.sources}/ops.cpp")
+    assert "changed while" in rig.refused()
+    assert not list((rig.cache / "native").glob("*.so*"))
+
+
 def test_a_broken_library_is_made_again(rig: Rig) -> None:
     recipe = rig.recipe()
     path = rig.cache / "native" / f"{rig.name}-{key_of(recipe, recipe.target())}.so"
@@ -320,7 +327,7 @@ def test_prebuilt_for_this_cpu_comes_first(rig: Rig, tmp_path: Path, monkeypatch
     """The best that the CPU can run; what is for others, or of other sources, is passed over."""
     shelf = tmp_path / "prebuilt"
     monkeypatch.setattr(build, "cpu_flags", lambda: AVX2.needs)
-    files = prebuild(shelf, rig.recipe())
+    files = prebuild(rig.recipe(), shelf)
     assert len(files) == rig.compiled == len(PORTABLE) == 2
     library = load_native(rig.cache, rig.recipe(compiler="/nowhere"), prebuilt=shelf)
     assert (library.path, library.about) == (files[1], "compiled for AVX2, with the package")
