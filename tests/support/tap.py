@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMeta
+from model.attention.native import NativeAttention
 from model.attention.reference import ReferenceAttention
 from model.decoder import Decoder
 from tests.support.equality import assert_same_logits
@@ -74,12 +75,15 @@ class Tap:
 def listen() -> Iterator[Tap]:
     """Every decoder of this process is heard while the context lasts; what it returns does not change."""
     tap = Tap()
-    begin, hidden = ReferenceAttention.begin, Decoder.hidden
+    hidden = Decoder.hidden
     metas: list[AttentionMeta] = []
 
-    def heard_begin(self: ReferenceAttention, meta: AttentionMeta) -> Any:
-        metas[:] = [meta]
-        return begin(self, meta)
+    def heard(begin: Callable[[Any, AttentionMeta], Any]) -> Callable[[Any, AttentionMeta], Any]:
+        def heard_begin(self: Any, meta: AttentionMeta) -> Any:
+            metas[:] = [meta]
+            return begin(self, meta)
+
+        return heard_begin
 
     def heard_hidden(
         self: Decoder, ids: Tensor, positions: Tensor, segments: Any, attention: Any, kv: Any, wanted: Tensor
@@ -90,7 +94,8 @@ def listen() -> Iterator[Tap]:
         return states.index_select(0, wanted)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(ReferenceAttention, "begin", heard_begin)
+    for backend in (ReferenceAttention, NativeAttention):
+        patch.setattr(backend, "begin", heard(backend.begin))
     patch.setattr(Decoder, "hidden", heard_hidden)
     try:
         yield tap
