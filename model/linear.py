@@ -90,6 +90,11 @@ class LinearBackend(Protocol):
         """Why this backend was chosen, in a few words for the start table."""
         ...
 
+    @property
+    def kind(self) -> str:
+        """What it makes of weights: none (they stay as they are), int8 or int4."""
+        ...
+
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """weight `[out, in]`, bias `[out]` or None, both on the device and in the dtype of the run."""
         ...
@@ -100,6 +105,10 @@ class LinearBackend(Protocol):
 
     def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
         """table `[V, hidden]` -> the embedding and the lm_head of a tied model: one copy serves both."""
+        ...
+
+    def pack_untied(self, table: Tensor, head: Tensor) -> tuple[Embedding, Linear]:
+        """table and head `[V, hidden]` -> the embedding and the lm_head of a model that has both."""
         ...
 
 
@@ -190,6 +199,7 @@ class PlainBackend:
 
     reason: str
     name: str = "torch"
+    kind: str = "none"
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `LinearBackend.pack`."""
@@ -202,6 +212,10 @@ class PlainBackend:
     def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
         """See `LinearBackend.pack_tied`."""
         return PlainEmbedding(table), PlainLinear(table, None)
+
+    def pack_untied(self, table: Tensor, head: Tensor) -> tuple[Embedding, Linear]:
+        """See `LinearBackend.pack_untied`."""
+        return PlainEmbedding(table), self.pack(head, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +258,7 @@ class PackedBackend:
 
     reason: str
     name: str = "onednn-packed"
+    kind: str = "none"
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `LinearBackend.pack`."""
@@ -256,3 +271,7 @@ class PackedBackend:
     def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
         """See `LinearBackend.pack_tied`. The packed layout is oneDNN's own, and no row can be read of it."""
         return PlainEmbedding(table), PlainLinear(table, None)
+
+    def pack_untied(self, table: Tensor, head: Tensor) -> tuple[Embedding, Linear]:
+        """See `LinearBackend.pack_untied`."""
+        return PlainEmbedding(table), self.pack(head, None)

@@ -6,14 +6,21 @@ import torch
 
 from model.linear import LinearBackend, PackedBackend, PlainBackend
 from model.linear_native import DTYPES, NativeLinearBackend
+from model.linear_quantised_native import choose_quantised_backend
 from model.native.library import NativeLibrary
+from model.quantise import BITS
 
 
 def choose_linear_backend(
-    device: torch.device, dtype: torch.dtype, native: NativeLibrary | str = "no native operators were given"
+    device: torch.device,
+    dtype: torch.dtype,
+    native: NativeLibrary | str = "no native operators were given",
+    weights: str = "none",
 ) -> LinearBackend:
-    """The fastest backend that runs weights of `dtype` on `device`, with the reason for the choice. `native`
-    are the operators in C++, or why there are none."""
+    """The fastest backend for inputs of `dtype` on `device`, with the reason for the choice. `native` are the
+    operators in C++, or why there are none; `weights` are left as they are (none), or made int8 or int4."""
+    if weights != "none":
+        return choose_quantised_backend(BITS[weights], device, dtype, native)
     name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
         return PlainBackend(reason=f"torch's own {name} matrix products on {device.type}")

@@ -114,6 +114,7 @@ class NativeLinearBackend:
     library: NativeLibrary
     reason: str
     name: str = "native"
+    kind: str = "none"
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `LinearBackend.pack`."""
@@ -140,6 +141,10 @@ class NativeLinearBackend:
             return PlainEmbedding(table), PlainLinear(table, None)
         panels = self._panels(table)
         return PanelEmbedding(panels, table.shape[0], table.nbytes), self._linear(panels, table, None)
+
+    def pack_untied(self, table: Tensor, head: Tensor) -> tuple[Embedding, Linear]:
+        """See `LinearBackend.pack_untied`."""
+        return PlainEmbedding(table), self.pack(head, None)
 
     def _panels(self, weight: Tensor) -> Tensor:
         """`to_panels`, ten times as fast."""

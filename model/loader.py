@@ -20,7 +20,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.config import ModelConfig
 from model.expected import EMBED, LM_HEAD, NORM, check_tensors, layer_prefix, layer_tensors
-from model.linear import Embedding, Linear, LinearBackend, PlainEmbedding
+from model.linear import Embedding, Linear, LinearBackend
 from model.weights import LayerWeights, ModelWeights
 
 _SAMPLE = 4096  # bytes of each tensor that go into the fingerprint as they are, beside a checksum of all
@@ -72,6 +72,8 @@ def load_weights(
     target = _Target(device, dtype, linear)
     digest = hashlib.sha256()
     _add_config(digest, folder)
+    if linear.kind != "none":
+        digest.update(f"{linear.kind}\n".encode())
     norm, embed, lm_head, tied = _ends(checkpoint, config, target, digest)
     layers = tuple(_layer(checkpoint, config, layer, target, digest) for layer in range(config.num_layers))
     return ModelWeights(
@@ -100,7 +102,7 @@ def _ends(
         head = target.join([tensors[LM_HEAD]]) if LM_HEAD in tensors and EMBED in tensors else embed
         if head is embed or (config.tie_embeddings and torch.equal(head, embed)):
             return norm, *target.linear.pack_tied(embed), True
-        return norm, PlainEmbedding(embed), target.linear.pack(head, None), False
+        return norm, *target.linear.pack_untied(embed, head), False
 
 
 def _layer(

@@ -12,7 +12,7 @@ that finds those levels again to within the rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 GROUP = 32  # inputs that share a scale
 Bits = Literal[4, 8]
+BITS: Mapping[str, Bits] = {"int8": 8, "int4": 4}
 
 _LEVELS = 15  # steps between an int4 group's lowest and highest number
 _HALF = _LEVELS / 2  # h = q - 7.5

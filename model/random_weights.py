@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.linear import Embedding, GatedLinear, Linear, LinearBackend, PlainEmbedding
+from model.linear import Embedding, GatedLinear, Linear, LinearBackend
 from model.weights import LayerWeights, ModelWeights
 
 # Of norm weights around 1 and of biases around 0: seen if one is dropped, small beside the rest.
@@ -80,7 +80,8 @@ def _ends(config: ModelConfig, draw: _Draw) -> tuple[Tensor, Embedding, Linear]:
     norm = draw.norm(config.hidden_size)
     if config.tie_embeddings:
         return norm, *draw.linear.pack_tied(embed)
-    return norm, PlainEmbedding(embed), draw.matrix(*table, bias=False)
+    head = draw.normal(table, config.hidden_size**-0.5)
+    return norm, *draw.linear.pack_untied(embed, head)
 
 
 def _layer(config: ModelConfig, draw: _Draw) -> LayerWeights:

@@ -33,7 +33,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A whole decoder. `fingerprint` identifies the checkpoint: equal files, equal fingerprint."""
+    """A whole decoder. `fingerprint` identifies its numbers: equal files, quantised alike, have the same."""
 
     embed: Embedding  # V rows of hidden
     layers: tuple[LayerWeights, ...]

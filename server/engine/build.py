@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,25 +14,19 @@ from cache.layout import KVLayout
 from cache.manager import CacheManager
 from cache.pool import KVPool
 from cache.state import VariantSpec
-from model.attention.base import AttentionBackend
-from model.attention.choose import choose_attention_backend
 from model.config import ModelConfig
-from model.decoder import Decoder
+from model.expected import parameter_count
 from model.heads import Variant
-from model.layers_native import native_layers
-from model.linear import LinearBackend
-from model.linear_choice import choose_linear_backend
-from model.loader import load_weights
 from model.modes import Mode
-from model.weights import ModelWeights
 from server.engine.batch import Shape
 from server.engine.constraint import MatcherSource
 from server.engine.device import DTypeChoice, choose_device, choose_dtype
 from server.engine.engine import Engine
 from server.engine.errors import ConfigError
 from server.engine.facts import EngineFacts, VariantFacts
-from server.engine.kernels import NativeSource, choose_native
+from server.engine.kernels import NativeSource
 from server.engine.layout import cache_layout
+from server.engine.loading import Machinery, WeightsSource, check_weights, load_machinery
 from server.engine.measure import room_on_gpu
 from server.engine.memory import free_memory
 from server.engine.options import EngineOptions
@@ -51,9 +45,6 @@ from server.engine.variants import (
 
 CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 2048
-
-# Makes the weights of a config, for a device, in a dtype, packed by a backend.
-WeightsSource = Callable[[ModelConfig, torch.device, torch.dtype, LinearBackend], ModelWeights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +66,8 @@ class _Parts:
     """What is known before the pool is."""
 
     frame: _Frame
-    decoder: Decoder
+    machinery: Machinery
     shape: Shape
-    attention: AttentionBackend
-    linear: LinearBackend
 
 
 def build_engine(
@@ -102,20 +91,14 @@ def build_engine(
     config, device, dtype = frame.config, frame.device, frame.dtype.dtype
     if options.kv_memory is not None:  # what cannot work is refused before the weights are read
         _fit(frame, size_pool(options.kv_memory, None, 0, on_gpu=False))
-    kernels = choose_native(options.kernels, device, native)
-    linear = choose_linear_backend(device, dtype, kernels)
-    if weights is None:
-        loaded = load_weights(model_folder, config, device=device, dtype=dtype, linear=linear)
-    else:
-        loaded = weights(config, device, dtype, linear)
-    attention = choose_attention_backend(
-        device, dtype, block_size=options.block_size, head_dim=config.head_dim, native=kernels
+    machinery = load_machinery(
+        options, model_folder, config, device, dtype, longest=frame.longest, native=native, weights=weights
     )
-    layers = native_layers(config, loaded, kernels)
-    decoder = Decoder(config, loaded, device, max_position=frame.longest, layers=layers)
-    made = variants or make_variants(frame.modes, options.head_map, decoder, linear, calibration)
+    made = variants or make_variants(
+        frame.modes, options.head_map, machinery.decoder, machinery.own_linear, calibration
+    )
     shape = Shape(options.block_size, config.num_heads, {v.name: v for v in made}, device, config.vocab_size)
-    parts = _Parts(frame, decoder, shape, attention, linear)
+    parts = _Parts(frame, machinery, shape)
     size = _size(parts)
     context = _fit(frame, size)
     engine = _join(parts, size, context, matchers)
@@ -140,6 +123,7 @@ def _frame(
 
 def _check(options: EngineOptions) -> None:
     """Options that need nothing else to be wrong."""
+    check_weights(options)
     positive = {
         "--block-size": options.block_size,
         "--max-num-seqs": options.max_num_seqs,
@@ -194,7 +178,7 @@ def _size(parts: _Parts) -> PoolSize:
         free = 0  # not asked
     elif on_gpu:
         free = room_on_gpu(
-            parts.decoder, parts.attention, frame.layout, parts.shape,
+            parts.machinery.decoder, parts.machinery.attention, frame.layout, parts.shape,
             limits.max_batch_tokens, limits.max_num_seqs, frame.longest,
         )  # fmt: skip
     else:
@@ -233,7 +217,7 @@ def _join(parts: _Parts, size: PoolSize, context: Context, matchers: MatcherSour
         q_heads=frame.config.num_heads,
         prefix_cache=frame.options.prefix_cache,
     )
-    runner = ModelRunner(parts.decoder, pool, parts.attention)
+    runner = ModelRunner(parts.machinery.decoder, pool, parts.machinery.attention)
     drafts = choose_speculation(frame.options.speculate)
     return Engine(
         runner, manager, parts.shape, frame.limits, context.by_mode, frame.options.debug, matchers, drafts
@@ -241,13 +225,13 @@ def _join(parts: _Parts, size: PoolSize, context: Context, matchers: MatcherSour
 
 
 def _facts(parts: _Parts, size: PoolSize, context: Context, audited: str) -> EngineFacts:
-    frame = parts.frame
+    frame, machinery = parts.frame, parts.machinery
     config, layout = frame.config, frame.layout
     total = layout.total_blocks(size.nbytes)
     variants = tuple(_variant(parts, mode, total, context) for mode in frame.modes)
     return EngineFacts(
         family=config.family,
-        fingerprint=parts.decoder.weights.fingerprint,
+        fingerprint=machinery.decoder.weights.fingerprint,
         num_layers=config.num_layers,
         q_heads=config.num_heads,
         kv_heads=config.num_kv_heads,
@@ -255,7 +239,9 @@ def _facts(parts: _Parts, size: PoolSize, context: Context, audited: str) -> Eng
         head_dim=config.head_dim,
         vocab_rows=config.vocab_size,
         eos_ids=config.eos_token_ids,
-        weight_bytes=parts.decoder.weights.nbytes + sum(variant.weight_bytes for variant in variants),
+        weight_bytes=machinery.decoder.weights.nbytes + sum(variant.weight_bytes for variant in variants),
+        weight_kind=machinery.linear.kind,
+        parameters=parameter_count(config),
         device=str(frame.device),
         dtype=str(frame.dtype.dtype).removeprefix("torch."),
         dtype_reason=frame.dtype.reason,
@@ -272,10 +258,10 @@ def _facts(parts: _Parts, size: PoolSize, context: Context, audited: str) -> Eng
         clamped_from=context.clamped_from,
         max_num_seqs=frame.limits.max_num_seqs,
         max_batch_tokens=frame.limits.max_batch_tokens,
-        attention_backend=parts.attention.name,
-        attention_reason=parts.attention.reason,
-        linear_backend=parts.linear.name,
-        linear_reason=parts.linear.reason,
+        attention_backend=machinery.attention.name,
+        attention_reason=machinery.attention.reason,
+        linear_backend=machinery.linear.name,
+        linear_reason=machinery.linear.reason,
         variants=variants,
         warnings=(*context.warnings, *lossy_warnings(variants, config.num_kv_heads)),
     )

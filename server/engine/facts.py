@@ -44,6 +44,8 @@ class EngineFacts:
     vocab_rows: int
     eos_ids: frozenset[int]  # of config.json; the tokenizer and generation_config may add more
     weight_bytes: int  # of the checkpoint and of what head maps own, each held once
+    weight_kind: str  # none (in `dtype`), int8 or int4
+    parameters: int  # numbers in the checkpoint's weights
     device: str
     dtype: str
     dtype_reason: str
@@ -71,3 +73,8 @@ class EngineFacts:
     def checkpoint_bytes(self) -> int:
         """Bytes of the checkpoint's own weights, without what head maps own."""
         return self.weight_bytes - sum(variant.weight_bytes for variant in self.variants)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the checkpoint's own, scales and norms included."""
+        return 8 * self.checkpoint_bytes / self.parameters

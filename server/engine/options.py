@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WEIGHTS = ("none", "int8", "int4")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -14,7 +16,8 @@ class EngineOptions:
     `block_size`, `max_model_len`, `max_batch_tokens` in tokens. `attention` are the modes to serve, as
     `model.modes` spells them; the first is the default. `head_map` (aligned, aligned-fixed or mean) makes the
     KV heads of modes with fewer than the checkpoint has. `kernels`: auto takes the operators in C++ where
-    there are any for this CPU, torch takes PyTorch's own everywhere. `speculate` (ngram or
+    there are any for this CPU, torch takes PyTorch's own everywhere. `weights` (none, int8 or int4) says how
+    the checkpoint's are quantised when they are loaded. `speculate` (ngram or
     off) says where drafts come from. `debug` recounts the cache after every step.
 
     `max_batch_tokens` None is 256 on a CPU, where a larger step is no faster and holds up whoever decodes
@@ -34,5 +37,6 @@ class EngineOptions:
     attention: tuple[str, ...] = ("native",)
     head_map: str = "aligned"
     kernels: str = "auto"
+    weights: str = "none"
     speculate: str = "off"
     debug: bool = False

@@ -8,7 +8,7 @@ than a chunk's are ever held.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +18,15 @@ from torch import Tensor
 from cache.errors import CacheError
 from cache.pool import KVPool
 from model.attention.base import AttentionBackend
-from model.attention.choose import choose_attention_backend
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.heads import NativeHeads, Variant
-from model.layers_native import native_layers
-from model.linear_choice import choose_linear_backend
-from model.loader import load_weights
 from server.engine.batch import ForwardBatch, Shape, lone_batch
 from server.engine.device import choose_device, choose_dtype
 from server.engine.errors import ConfigError
-from server.engine.kernels import NativeSource, choose_native
+from server.engine.kernels import NativeSource
 from server.engine.layout import cache_layout
+from server.engine.loading import load_machinery
 from server.engine.options import EngineOptions
 from server.engine.variants import CalibrationSource, choose_modes, make_variants
 
@@ -125,17 +122,11 @@ def load_scoring(
     modes = choose_modes(options, config, calibration)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config.torch_dtype, device).dtype
-    kernels = choose_native(options.kernels, device, native)
-    linear = choose_linear_backend(device, dtype, kernels)
-    weights = load_weights(model_folder, config, device=device, dtype=dtype, linear=linear)
     positions = min(longest, config.max_position_embeddings)
-    layers = native_layers(config, weights, kernels)
-    decoder = Decoder(config, weights, device, max_position=positions, layers=layers)
-    variants = make_variants(modes, options.head_map, decoder, linear, calibration)
-    attention = choose_attention_backend(
-        device, dtype, block_size=BLOCK_SIZE, head_dim=config.head_dim, native=kernels
-    )
-    return Scoring(decoder, attention, variants)
+    own = replace(options, block_size=BLOCK_SIZE)
+    made = load_machinery(own, model_folder, config, device, dtype, longest=positions, native=native)
+    variants = make_variants(modes, options.head_map, made.decoder, made.own_linear, calibration)
+    return Scoring(made.decoder, made.attention, variants)
 
 
 def chunk_tokens(window: int, vocab: int) -> int:

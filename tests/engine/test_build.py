@@ -11,7 +11,7 @@ import torch
 
 from model.errors import ModelError
 from model.heads import NativeHeads, RepeatHeads, Variant
-from server.engine import build, device, sizing
+from server.engine import build, device, loading, sizing
 from server.engine.build import build_engine
 from server.engine.device import choose_device, choose_dtype, cpu_flags
 from server.engine.errors import ConfigError
@@ -110,7 +110,7 @@ def test_what_cannot_work_is_refused_before_the_weights_are_read(
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr(build, "load_weights", never)
+    monkeypatch.setattr(loading, "load_weights", never)
     refusal(small, kv_memory=10)
     refusal(small, kv_memory=16 * BLOCK, max_model_len=200)
 

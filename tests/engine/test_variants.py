@@ -15,7 +15,7 @@ from model.errors import ModelError
 from model.heads import MeanHeads, NativeHeads, RepeatHeads, Variant
 from model.modes import Mode
 from model.progress import Silent
-from server.engine import build, variants
+from server.engine import loading, variants
 from server.engine.errors import ConfigError
 from server.engine.variants import CalibrationSource
 from tests.engine.conftest import Oracle
@@ -174,7 +174,7 @@ def test_modes_that_cannot_be(
     words: str,
 ) -> None:
     """Refused in one line, before the weights are read."""
-    monkeypatch.setattr(build, "load_weights", None)
+    monkeypatch.setattr(loading, "load_weights", None)
     folder = make_rand(tmp_path, vocab=32, heads=heads, kv_heads=kv_heads, head_dim=8, hidden=8 * heads)
     with pytest.raises(ModelError) as refused:
         fp32_engine(folder, attention=attention)
@@ -192,7 +192,7 @@ def test_modes_that_cannot_be(
 def test_options_that_cannot_be(
     small: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], words: str
 ) -> None:
-    monkeypatch.setattr(build, "load_weights", None)
+    monkeypatch.setattr(loading, "load_weights", None)
     with pytest.raises(ConfigError, match=words):
         fp32_engine(small, **options)  # type: ignore[arg-type]
 

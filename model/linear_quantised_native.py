@@ -1,0 +1,214 @@
+"""Linear layers over weights of 4 or 8 bits, in C++ on a CPU: codes become bfloat16 in registers, sums and
+scales are fp32 (csrc/quantised.h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.linear import Embedding, GatedLinear, Linear, LinearBackend
+from model.linear_native import LANES, NativeGated, NativeLinear
+from model.linear_quantised import ENDS, QuantisedBackend
+from model.native.library import NativeLibrary
+from model.quantise import GROUP, Bits, Quantised, quantise
+
+
+@dataclass(frozen=True, slots=True)
+class CodePanels:
+    """Codes as csrc/quantised.h reads them: 16 outputs side by side, each a 4-byte lane of codes.
+
+    lanes int32 `[ceil(N / 16), G, 4 or 8, 16]`, for 4 or 8 bits; scales bfloat16 `[ceil(N / 16), G, S, 16]`,
+    the scale and, with 4 bits, the middle of each output. Outputs beyond N are zero.
+    """
+
+    lanes: Tensor
+    scales: Tensor
+    inputs: int  # K, made up to G * 32
+
+    def rows(self, ids: Tensor) -> Quantised:
+        """Rows `ids` `[n]` int64 of the weight, as `Quantised` has them."""
+        panel, lane = ids // LANES, ids % LANES
+        scales = self.scales[panel, :, :, lane]  # [n, G, S]
+        words = self.lanes[panel, :, :, lane]  # [n, G, 4 or 8]
+        if scales.shape[2] == 1:
+            return Quantised(words.view(torch.int8).flatten(1), scales[..., 0], None, self.inputs)
+        shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=words.device)
+        pairs = words.unsqueeze(-1) >> shifts  # [n, G, 4, 4]; inputs 2j and 2j + 1 at bits 0 and 16
+        codes = ((pairs & 15) | ((pairs >> 16) & 15) << 4).to(torch.uint8)
+        return Quantised(codes.flatten(1), scales[..., 0], scales[..., 1], self.inputs)
+
+
+def to_code_panels(weight: Quantised) -> CodePanels:
+    """`weight` in the native order."""
+    parts = [weight.scale] if weight.middle is None else [weight.scale, weight.middle]
+    scales = torch.stack([_panelled(part) for part in parts], dim=2)  # [P, G, S, 16]
+    words = weight.codes.view(torch.int32) if weight.middle is None else _words(weight.codes)
+    lanes = _panelled(words).contiguous()
+    lanes = lanes.view(len(lanes), weight.scale.shape[1], -1, LANES)
+    return CodePanels(lanes, scales, weight.inputs)
+
+
+def _panelled(rows: Tensor) -> Tensor:
+    """rows `[N, C]` -> `[ceil(N / 16), C, 16]`, with rows of zeros at the end."""
+    whole = F.pad(rows, (0, 0, 0, -len(rows) % LANES))
+    return whole.view(-1, LANES, rows.shape[1]).transpose(1, 2)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """codes uint8 `[N, G * 16]`, two of neighbouring inputs in each -> int32 `[N, G * 4]`: of four bytes, the
+    low halves at bits 0, 4, 8, 12 and the high halves 16 further."""
+    four = codes.view(len(codes), -1, 4)
+    word = torch.zeros(four.shape[:2], dtype=torch.int32, device=codes.device)
+    for place in range(4):
+        pair = four[..., place].to(torch.int32)
+        word |= ((pair & 15) | (pair >> 4) << 16) << (4 * place)
+    return word
+
+
+@dataclass(frozen=True, slots=True)
+class PanelledEmbedding:
+    """A table of codes, read from the panels that the lm_head multiplies with."""
+
+    panels: CodePanels
+    size: int
+    nbytes: int
+    dtype: torch.dtype  # of what is looked up
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """See `Embedding.rows`."""
+        found = self.panels.rows(ids.flatten()).dequantise(self.dtype)
+        return found.view(*ids.shape, self.panels.inputs)
+
+    @property
+    def device(self) -> torch.device:
+        """See `Embedding.device`."""
+        return self.panels.lanes.device
+
+
+@dataclass(frozen=True, slots=True)
+class FilledLinear:
+    """A product whose inputs are made up to whole groups with zeros."""
+
+    product: NativeLinear
+    missing: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear.__call__`."""
+        return self.product(F.pad(x, (0, self.missing)))
+
+    def fp32(self, x: Tensor) -> Tensor:
+        """See `Linear.fp32`."""
+        return self.product.fp32(F.pad(x, (0, self.missing)))
+
+    @property
+    def out_features(self) -> int:
+        """See `Linear.out_features`."""
+        return self.product.out_features
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear.nbytes`."""
+        return self.product.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class FilledGated:
+    """The same for gate and up."""
+
+    product: NativeGated
+    missing: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `GatedLinear.__call__`."""
+        return self.product(F.pad(x, (0, self.missing)))
+
+    @property
+    def nbytes(self) -> int:
+        """See `GatedLinear.nbytes`."""
+        return self.product.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class NativeQuantisedBackend:
+    """Layers of `bits` bits, and 8 at both ends of the model."""
+
+    bits: Bits
+    library: NativeLibrary
+    reason: str
+
+    @property
+    def kind(self) -> str:
+        """See `LinearBackend.kind`."""
+        return f"int{self.bits}"
+
+    @property
+    def name(self) -> str:
+        """See `LinearBackend.name`."""
+        return f"native-int{self.bits}"
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """See `LinearBackend.pack`."""
+        codes = quantise(weight, self.bits)
+        return self._linear(codes, to_code_panels(codes), bias)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
+        """See `LinearBackend.pack_gated`. Panels of gate and up alternate, as `gated_linear` wants them."""
+        halves = [quantise(half, self.bits) for half in weight.chunk(2)]
+        gate, up = (to_code_panels(half) for half in halves)
+        lanes = torch.stack((gate.lanes, up.lanes), dim=1).flatten(0, 1)
+        scales = torch.stack((gate.scales, up.scales), dim=1).flatten(0, 1)
+        both = None
+        if bias is not None:
+            parts = [_bias(half).view(-1, LANES) for half in bias.chunk(2)]
+            both = torch.stack(parts, dim=1).flatten()
+        packed = self._weight(CodePanels(lanes, scales, gate.inputs), both, len(lanes) * LANES)
+        nbytes = sum(half.nbytes for half in halves) + (0 if bias is None else bias.nbytes)
+        product = NativeGated(self.library.ops, packed, len(weight) // 2, nbytes)
+        missing = -weight.shape[1] % GROUP
+        return FilledGated(product, missing) if missing else product
+
+    def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
+        """See `LinearBackend.pack_tied`."""
+        codes = quantise(table, ENDS)
+        panels = to_code_panels(codes)
+        embedding = PanelledEmbedding(panels, codes.outputs, codes.nbytes, table.dtype)
+        return embedding, self._linear(codes, panels, None)
+
+    def pack_untied(self, table: Tensor, head: Tensor) -> tuple[Embedding, Linear]:
+        """See `LinearBackend.pack_untied`."""
+        return self.pack_tied(table)[0], self.pack_tied(head)[1]
+
+    def _linear(self, codes: Quantised, panels: CodePanels, bias: Tensor | None) -> Linear:
+        packed = self._weight(panels, None if bias is None else _bias(bias), codes.outputs)
+        nbytes = codes.nbytes + (0 if bias is None else bias.nbytes)
+        product = NativeLinear(self.library.ops, packed, codes.outputs, nbytes)
+        missing = -codes.inputs % GROUP
+        return FilledLinear(product, missing) if missing else product
+
+    def _weight(self, panels: CodePanels, bias: Tensor | None, outputs: int) -> Any:
+        inputs = panels.lanes.shape[1] * GROUP
+        return self.library.classes.Weight(panels.lanes, bias, outputs, inputs, panels.scales)
+
+
+def _bias(bias: Tensor) -> Tensor:
+    """As the kernels read it: fp32, in whole panels."""
+    return F.pad(bias.float(), (0, -len(bias) % LANES)).contiguous()
+
+
+def choose_quantised_backend(
+    bits: Bits, device: torch.device, dtype: torch.dtype, native: NativeLibrary | str
+) -> LinearBackend:
+    """The fastest backend for weights of `bits` bits and inputs of `dtype` on `device`, with the reason for
+    the choice. `native` are the operators in C++, or why there are none."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu":
+        return QuantisedBackend(bits, f"weights are made again in {name} for each product on {device.type}")
+    if dtype != torch.bfloat16:
+        return QuantisedBackend(bits, f"weights are made again for each product: no kernels for {name}")
+    if isinstance(native, str):
+        return QuantisedBackend(bits, f"weights are made again for each product: {native}")
+    return NativeQuantisedBackend(bits, native, f"products over codes, {native.about}")
