@@ -112,6 +112,7 @@ class _EngineCollector(Collector):
         yield _counter("headroom:prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens)
         yield _counter("headroom:prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens)
         yield _counter("headroom:num_preemptions", "Sequences stopped to be recomputed.", stats.preemptions)
+        yield from _speculation(stats)
         finished = CounterMetricFamily(
             "headroom:request_success", "Choices that ended, by reason.", labels=["finished_reason"]
         )
@@ -120,6 +121,15 @@ class _EngineCollector(Collector):
         yield finished
         if report is not None:
             yield from _cache(report)
+
+
+def _speculation(stats: EngineStats) -> Iterator[Metric]:
+    """All 0 without --speculate. Accepted by drafted is the acceptance rate."""
+    yield _counter("headroom:spec_decode_num_drafts", "Runs of a choice that had drafts.", stats.drafts)
+    yield _counter("headroom:spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens)
+    yield _counter(
+        "headroom:spec_decode_num_accepted_tokens", "Drafted tokens that were right.", stats.accepted_tokens
+    )
 
 
 def _cache(report: CacheReport) -> Iterator[Metric]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from server.commands.arguments import Group, Parser, count, key, modes, name, names, number, size
 from server.commands.shared_flags import HEAD_MAPS, add_block_size, add_machine_flags
 from server.config import ModelOptions, SamplingChoice, ServeOptions
-from server.engine.options import EngineOptions
+from server.engine.options import SPECULATION, EngineOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 _ENGINE = EngineOptions()  # the defaults
@@ -101,6 +101,13 @@ def _add_batching(batch: Group) -> None:
         type=count(1),
         metavar="N",
         help="tokens in a step, at least --max-num-seqs (default: 256 on a CPU, 2048 on a GPU)",
+    )
+    batch.add_argument(
+        "--speculate",
+        choices=SPECULATION,
+        default=_ENGINE.speculate,
+        help="draft what may come next from a sequence's own text, where it pays; answers stay the same "
+        "(default: %(default)s)",
     )
 
 
@@ -228,6 +235,7 @@ def model_options(args: argparse.Namespace, env: Mapping[str, str], cache_dir: P
             prefix_cache=not args.no_prefix_cache,
             attention=args.attention,
             head_map=args.head_map,
+            speculate=args.speculate,
             kernels=args.kernels,
             debug=getattr(args, "debug", False),
         ),

@@ -66,6 +66,8 @@ def _rows(name: str, facts: EngineFacts) -> list[tuple[str, str]]:
         rows += _only_mode(facts, facts.variants[0])
     elif facts.clamped_from is not None:
         rows.append(("context", f"{facts.variants[0].name}: {facts.max_model_len:,} tokens{_clamped(facts)}"))
+    if facts.speculate != "off":
+        rows.append(("drafts", f"{facts.speculate}: from each sequence's own text, in steps where they pay"))
     return [
         *rows,
         ("backends", f"attention {facts.attention_backend} ({facts.attention_reason})"),

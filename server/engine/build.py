@@ -262,6 +262,7 @@ def _facts(parts: _Parts, size: PoolSize, context: Context, audited: str) -> Eng
         attention_reason=machinery.attention.reason,
         linear_backend=machinery.linear.name,
         linear_reason=machinery.linear.reason,
+        speculate=frame.options.speculate,
         variants=variants,
         warnings=(*context.warnings, *lossy_warnings(variants, config.num_kv_heads)),
     )

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from server.engine.ngrams import NGrams
+from typing import Protocol
+
+from cache.arrays import Int32
 
 _START = 0.5  # what drafts are thought to be worth before any was tried
 _MEMORY = 0.15  # how much one draft more, right or wrong, moves that
 
 
+class Source(Protocol):
+    """Where the drafts of one sequence come from."""
+
+    def follow(self, tokens: Int32, count: int) -> list[int]:
+        """Up to `count` ids that may come after `tokens` `[L]`, which are those of the last call and what has
+        come since."""
+        ...
+
+
 class Drafting:
-    """One sequence's n-grams, and the share of its drafts that were right; it outlives preemptions."""
+    """One sequence's source, and the share of its drafts that were right; it outlives preemptions."""
 
-    __slots__ = ("grams", "rate", "waited")
+    __slots__ = ("rate", "source", "waited")
 
-    def __init__(self) -> None:
-        self.grams = NGrams()
+    def __init__(self, source: Source) -> None:
+        self.source = source
         self.rate = _START  # of drafts whose predecessors were right
         self.waited = 0  # steps since its drafts were last judged worth nothing, or tried
 

@@ -68,6 +68,7 @@ class EngineFacts:
     linear_reason: str
     variants: tuple[VariantFacts, ...]  # the first is the default
     warnings: tuple[str, ...] = ()
+    speculate: str = "off"  # where drafts come from
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Where a sequence's last few ids stood before in its own text: a small hash table for each length.
 
-A table is one int32 for each place, so memory is bounded by twice the text's length, and a lookup costs the
-same whatever it is. Of two n-grams in one place the later one stays: a match is only a guess, and the ids
-are compared before it is believed.
+A table is 4 to 16 places of an int32 for each id, and a lookup costs the same however long the text is.
+Of two n-grams in one place the later one stays: a match is only a guess, and the ids are compared before it
+is believed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ LENGTHS = (3, 2)
 
 _FACTORS = (1_000_003, 1_640_531_527, 374_761_393)  # odd, below 2^31: sums of products stay below 2^63
 _FEWEST = 256  # places of the smallest table
+_FEWEST_EACH = (
+    4  # places for each id, twice as many when a table is made; with fewer, too many n-grams lose theirs
+)
 _LOOP = 32  # up to so many new ids are noted one by one, more of them as arrays
 
 
@@ -31,8 +34,8 @@ class NGrams:
     def follow(self, tokens: Int32, count: int) -> list[int]:
         """`count` ids that may come after `tokens` `[L]`; none if its end never stood there before.
 
-        They are those that followed last time, and where these end with the text, it is taken to repeat.
-        `tokens` must be the text of the last call, or a longer one that begins with it.
+        They are those that followed last time, and where these end with the text, it is taken to repeat. See
+        `Source.follow`.
         """
         self._note(tokens)
         last = tokens[-max(LENGTHS) :].tolist()
@@ -51,9 +54,9 @@ class NGrams:
     def _note(self, tokens: Int32) -> None:
         """Every id of the text follows something; the last one is noted too, as its n-grams end before it."""
         size = len(tokens)
-        if not self._tables or size > len(self._tables[0]) // 2:
+        if not self._tables or size > len(self._tables[0]) // _FEWEST_EACH:
             places = _FEWEST
-            while places < 3 * size:
+            while places < 2 * _FEWEST_EACH * size:
                 places *= 2
             self._tables = [np.zeros(places, dtype=np.int32) for _ in LENGTHS]
             self._noted = 0

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 WEIGHTS = ("none", "int8", "int4")
 
+SPECULATION = ("ngram", "off")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:

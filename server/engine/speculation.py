@@ -7,88 +7,92 @@ gets no more of them than pay: each must promise more tokens for its time than t
 
 from __future__ import annotations
 
-from heapq import heapify, heapreplace
-from heapq import heappop as take_first
+from collections.abc import Callable
+from heapq import heapify, heappop, heapreplace
+from typing import NamedTuple
 
-from server.engine.drafting import Drafting
+from server.engine.drafting import Drafting, Source
 from server.engine.errors import ConfigError
+from server.engine.ngrams import NGrams
+from server.engine.options import SPECULATION
+from server.engine.penalties import is_penalised
 from server.engine.sequence import Sequence
 from server.engine.step_cost import StepCost
 
 LONGEST = 8
 """Drafts of one sequence in one step."""
 
-_SHARE = (
-    0.02  # a row costs at least this share of what a step gives, however flat its time: draws, table entries
-)
+_SHARE = 0.02  # a row costs at least this share of a step, however flat its time: its draw, its table entry
 _PAUSE = 32  # steps without drafts after which a sequence that says nothing old is tried once more
+
+
+class _Guess(NamedTuple):
+    """Drafts of one sequence; `value` is the chance that the first is right, `rate` that of each after it."""
+
+    sequence: Sequence
+    drafts: list[int]
+    value: float
+    rate: float
 
 
 class Speculation:
     """Prompt lookup: the last ids of a sequence are sought in its own text, and what followed there is the
-    draft (A. Saxena, 2023). `cost` says what tokens of a step take."""
+    draft (A. Saxena, 2023). `cost` says what tokens of a step take, `source` makes what drafts for a
+    sequence."""
 
-    def __init__(self, cost: StepCost | None = None, longest: int = LONGEST) -> None:
+    def __init__(self, cost: StepCost | None = None, source: Callable[[], Source] = NGrams) -> None:
         self.cost = cost or StepCost()
-        self._longest = longest
+        self._source = source
 
     def propose(self, decoding: list[Sequence], tokens: int, room: int) -> list[tuple[Sequence, list[int]]]:
         """Drafts for some of the `decoding` sequences of a step that has `tokens` tokens without them, and
         room for so many more. Whose K and V they are to become is the caller's care."""
         if room < 1 or not decoding or not self._pays(1.0, tokens, float(tokens)):
             return []
-        found = [(sequence, drafts) for sequence in decoding if (drafts := self._look(sequence, tokens))]
-        return self._share_out(found, tokens, room) if found else []
+        found = [guess for sequence in decoding if (guess := self._guess(sequence, tokens)) is not None]
+        return self._share_out(found, tokens, room)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """What became of a sequence's drafts."""
         if sequence.drafting is not None:
             sequence.drafting.learn(drafted, accepted)
 
-    def _look(self, sequence: Sequence, tokens: int) -> list[int]:
-        """What it may say next, if a first draft of it is worth its row."""
-        most = min(self._longest, draftable(sequence))
+    def _guess(self, sequence: Sequence, tokens: int) -> _Guess | None:
+        """What it may say next, if a first draft of it is worth its row, or is due to be tried again."""
+        most = min(LONGEST, draftable(sequence))
         if most < 1:
-            return []
+            return None
         drafting = sequence.drafting
         if drafting is None:
-            drafting = sequence.drafting = Drafting()
-        if not self._pays(drafting.rate, tokens, float(tokens)):
+            drafting = sequence.drafting = Drafting(self._source())
+        value = drafting.rate
+        if not self._pays(value, tokens, float(tokens)):
             drafting.waited += 1
             if drafting.waited < _PAUSE:
-                return []
-            most = 1
-        drafts = drafting.grams.follow(sequence.chain.tokens, most)
+                return None
+            most, value = 1, 1.0
+        drafts = drafting.source.follow(sequence.chain.tokens, most)
         stops = sequence.work.request.stop_ids
         end = next((at for at, token in enumerate(drafts) if token in stops), len(drafts))
-        return drafts[:end]  # after a stop nothing is said, and the stop itself needs no draft to be drawn
+        # After a stop nothing is said, and the stop itself needs no draft to be drawn.
+        return _Guess(sequence, drafts[:end], value, drafting.rate) if end else None
 
-    def _share_out(
-        self, found: list[tuple[Sequence, list[int]]], tokens: int, room: int
-    ) -> list[tuple[Sequence, list[int]]]:
+    def _share_out(self, found: list[_Guess], tokens: int, room: int) -> list[tuple[Sequence, list[int]]]:
         """The likeliest drafts first, while the next one pays; the `j`-th of a sequence counts only if all
         before it are right."""
-        rates = [1.0 if s.drafting is None else s.drafting.rate for s, _ in found]
-        # A probe is not held to the account: it is one draft, and rare.
-        probes = [s.drafting is not None and s.drafting.waited >= _PAUSE for s, _ in found]
-        line = [
-            (-1.0 if probe else -rate, at) for at, (rate, probe) in enumerate(zip(rates, probes, strict=True))
-        ]
         counts = [0] * len(found)
         gain = float(tokens)
+        line = [(-guess.value, at) for at, guess in enumerate(found)]
         heapify(line)
-        while line and room > 0:
+        while line and room > 0 and self._pays(-line[0][0], tokens, gain):
             value, at = line[0]
-            if not probes[at] and not self._pays(-value, tokens, gain):
-                break
             counts[at] += 1
-            tokens, room = tokens + 1, room - 1
-            gain += rates[at] if probes[at] else -value
-            if counts[at] < len(found[at][1]):
-                heapreplace(line, (value * rates[at], at))
+            gain, tokens, room = gain - value, tokens + 1, room - 1
+            if counts[at] < len(found[at].drafts):
+                heapreplace(line, (value * found[at].rate, at))
             else:
-                take_first(line)
-        return [(s, drafts[:count]) for (s, drafts), count in zip(found, counts, strict=True) if count]
+                heappop(line)
+        return [(g.sequence, g.drafts[:count]) for g, count in zip(found, counts, strict=True) if count]
 
     def _pays(self, value: float, tokens: int, gain: float) -> bool:
         """Whether a row that gives `value` tokens belongs into a step that gives `gain` with `tokens` rows:
@@ -102,12 +106,9 @@ def draftable(sequence: Sequence) -> int:
     None where what may be drawn next depends on what was drawn before: in a grammar, with penalties, and
     where stop ids are still forbidden."""
     request = sequence.work.request
-    p = request.sampling
     if (
         request.constraint is not None
-        or p.repetition_penalty != 1.0
-        or p.presence_penalty != 0.0
-        or p.frequency_penalty != 0.0
+        or is_penalised(sequence)
         or (sequence.output < request.min_tokens and request.stop_ids)
     ):
         return 0
@@ -120,4 +121,4 @@ def choose_speculation(kind: str) -> Speculation | None:
         return None
     if kind == "ngram":
         return Speculation()
-    raise ConfigError(f"--speculate {kind}: must be ngram or off")
+    raise ConfigError(f"--speculate {kind}: must be {' or '.join(SPECULATION)}")

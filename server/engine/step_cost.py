@@ -2,60 +2,66 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 _FLAT = 8  # before anything is known: so many tokens take as long as one, and more of them in proportion
-_MEMORY = 0.1  # how much one step more moves what is known of its like
+_MEMORY = 0.15  # how much one step more moves what is known
+_HICCUP = 2.0  # a step that took so many times as long as it should is no news about the model
 _SIZES = 18  # 1, 2, 4, ... 131,072 tokens
 
 
 class StepCost:
-    """Seconds of a step of so many tokens: a running mean at each power of two, straight lines between.
+    """Seconds of a step of so many tokens: a value for each power of two, straight lines between.
 
     A memory-bound step takes as long with a few rows more, a compute-bound one does not; where the one
-    becomes the other depends on model and machine, so it is not a constant here. Sizes that have not been
-    seen are guessed: between two that have been, by a straight line, else by a prior of the usual shape.
+    becomes the other depends on model and machine, so it is not a constant here. What has not been seen is
+    guessed: between two sizes that have been, by a straight line, else by a prior of the usual shape.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, float] = {}
+        self._seen: dict[int, float] = {}  # by the logarithm of the size
         self._line = [_prior(1 << size) for size in range(_SIZES)]
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A step of `tokens` took so long."""
-        size = min((tokens - 1).bit_length(), _SIZES - 1)
-        there = seconds * _prior(1 << size) / _prior(tokens)
-        known = self._seen.get(size)
-        # A hiccup of the machine is no news about the model.
-        there = there if known is None else known + _MEMORY * (min(there, 3 * known) - known)
-        self._seen[size] = there
+        """A step of `tokens` took so long: the values to either side share the surprise."""
+        low, share = _place(tokens)
+        weights = {low: 1.0 - share, low + 1: share} if share > 0.0 else {low: 1.0}
+        expected = self.seconds(tokens)
+        surprise = seconds - expected
+        if not self._seen.keys().isdisjoint(weights):  # else there is nothing to weigh it against
+            surprise = _MEMORY * min(surprise, (_HICCUP - 1.0) * expected)
+        total = sum(weight**2 for weight in weights.values())
+        for size, weight in weights.items():
+            self._seen[size] = self._seen.get(size, self._line[size]) + surprise * weight / total
         self._draw_line()
 
     def seconds(self, tokens: int) -> float:
         """What a step of `tokens` takes; before the first is noted, in units of the shortest."""
-        size = min((tokens - 1).bit_length(), _SIZES - 1)
-        if size == 0:
-            return self._line[0]
-        below, above, half = self._line[size - 1], self._line[size], 1 << (size - 1)
-        return below + (above - below) * (tokens - half) / half
+        low, share = _place(tokens)
+        return self._line[low] + (self._line[low + 1] - self._line[low]) * share
 
     def _draw_line(self) -> None:
         seen = sorted(self._seen)
-        for size in range(_SIZES):
-            if size not in self._seen:
-                self._line[size] = self._guess(size, seen)
-            else:
-                self._line[size] = self._seen[size]
-        for size in range(1, _SIZES):  # more tokens never take less; a step that seemed to, was noise
-            self._line[size] = max(self._line[size], self._line[size - 1])
+        longest = 0.0
+        for size in range(_SIZES):  # more tokens never take less: where they seemed to, it was noise
+            value = self._seen.get(size)
+            longest = max(longest, self._guess(size, seen) if value is None else value)
+            self._line[size] = longest
 
     def _guess(self, size: int, seen: list[int]) -> float:
-        smaller = [known for known in seen if known < size]
-        larger = [known for known in seen if known > size]
-        if smaller and larger:
-            low, high = smaller[-1], larger[0]
+        at = bisect_left(seen, size)
+        if 0 < at < len(seen):
+            low, high = seen[at - 1], seen[at]
             share = ((1 << size) - (1 << low)) / ((1 << high) - (1 << low))
             return self._seen[low] + (self._seen[high] - self._seen[low]) * share
-        nearest = smaller[-1] if smaller else larger[0]
+        nearest = seen[max(at - 1, 0)]
         return self._seen[nearest] * _prior(1 << size) / _prior(1 << nearest)
+
+
+def _place(tokens: int) -> tuple[int, float]:
+    """The power of two below, by its logarithm, and how far it is from there to the next."""
+    low = min(tokens.bit_length() - 1, _SIZES - 2)
+    return low, (tokens - (1 << low)) / (1 << low)
 
 
 def _prior(tokens: int) -> float:

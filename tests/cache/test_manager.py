@@ -11,6 +11,7 @@ from cache.errors import CacheError
 from cache.layout import KVLayout, LayerGroup
 from cache.manager import CacheManager
 from cache.pool import KVPool
+from cache.recount import reconcile
 from cache.state import VariantSpec
 from tests.support.cache_harness import CPU, assert_same_books, books, make_manager, root_of
 
@@ -205,3 +206,45 @@ def test_two_managers_know_nothing_of_each_other() -> None:
     started(one, "native", [1] * 9)
     assert (two.live_blocks, two.free_blocks) == (0, 20)
     assert not np.shares_memory(one.state.store.ids, two.state.store.ids)
+
+
+def test_blocks_taken_for_tokens_that_did_not_come_go_back() -> None:
+    """8 of 11 tokens come: the third block goes back, and only the pool's peak has seen it."""
+    manager = make_manager(20)
+    account, slot, chain = started(manager, "native", list(range(5)))
+    manager.extend(slot, 11)
+    assert manager.live_blocks == 3 * 2
+    for token in range(3):
+        chain.append(token)
+    manager.advance(slot, 8, chain)
+    manager.trim(slot)
+    manager.check()
+    reconcile(manager)
+    assert manager.live_blocks == 2 * 2 and manager.free_blocks == 16
+    assert manager.peak(account) == (4, 4, 8, 0)
+    assert manager.peak_live_bytes() == 6 * manager.state.layout.block_bytes
+    manager.trim(slot)
+    assert manager.live_blocks == 2 * 2, "there is nothing more to give"
+    assert manager.extend(slot, 12)
+    manager.upload()
+    manager.check()
+    manager.close(slot)
+    assert manager.live_blocks == 0
+
+
+def test_trimming_beside_a_fork_leaves_the_others_blocks() -> None:
+    manager = make_manager(20)
+    account, slot, chain = started(manager, "native", list(range(6)))
+    child = manager.fork(slot, 5, account)
+    manager.extend(slot, 13)
+    manager.extend(child, 13)
+    manager.take_copies()
+    manager.upload()
+    chain.append(1)
+    manager.advance(slot, 7, chain)
+    manager.trim(slot)
+    manager.trim(child)
+    manager.check()
+    reconcile(manager)
+    assert manager.live_blocks == 3 * 2, "the first block is both's, the second each one's own"
+    assert manager.peak(account).blocks == 3 * 2

@@ -120,7 +120,7 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         " --port 0 --api-key k1 --api-key k2 --allowed-hosts a,b, --cors-origins https://x --max-queued 5"
     )
     words += " --grace 1.5 --log-level debug --attention mqa,native --head-map mean --generation-config none"
-    words += " --kernels torch"
+    words += " --kernels torch --speculate ngram"
     env = {"HEADROOM_API_KEY": "k3", "HF_ENDPOINT": "http://hub", "CXX": "clang++ -O1"}
     options = served(monkeypatch, *words.split(), **env)
     model, engine = options.model, options.model.engine
@@ -138,6 +138,7 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert model.generation_config == "none"
     assert (engine.kernels, model.compiler) == ("torch", "clang++ -O1")
+    assert engine.speculate == "ngram"
     assert (engine.prefix_cache, model.threads, model.served_name, model.hub_endpoint) == (
         False,
         2,
