@@ -7,6 +7,7 @@ from bisect import bisect_left
 _FLAT = 8  # before anything is known: so many tokens take as long as one, and more of them in proportion
 _MEMORY = 0.15  # how much one step more moves what is known
 _HICCUP = 2.0  # a step that took so many times as long as it should is no news about the model
+_SHORTEST = 1e-6  # s; nothing takes no time, and ratios are made of what is learnt here
 _SIZES = 18  # 1, 2, 4, ... 131,072 tokens
 
 
@@ -27,12 +28,14 @@ class StepCost:
         low, share = _place(tokens)
         weights = {low: 1.0 - share, low + 1: share} if share > 0.0 else {low: 1.0}
         expected = self.seconds(tokens)
-        surprise = seconds - expected
-        if not self._seen.keys().isdisjoint(weights):  # else there is nothing to weigh it against
-            surprise = _MEMORY * min(surprise, (_HICCUP - 1.0) * expected)
-        total = sum(weight**2 for weight in weights.values())
-        for size, weight in weights.items():
-            self._seen[size] = self._seen.get(size, self._line[size]) + surprise * weight / total
+        if self._seen.keys().isdisjoint(weights):  # there is nothing to weigh it against
+            self._seen |= {size: max(self._line[size] * seconds / expected, _SHORTEST) for size in weights}
+        else:
+            surprise = _MEMORY * (min(seconds, _HICCUP * expected) - expected)
+            total = sum(weight**2 for weight in weights.values())
+            for size, weight in weights.items():
+                moved = self._seen.get(size, self._line[size]) + surprise * weight / total
+                self._seen[size] = max(moved, _SHORTEST)
         self._draw_line()
 
     def seconds(self, tokens: int) -> float:
@@ -42,7 +45,7 @@ class StepCost:
 
     def _draw_line(self) -> None:
         seen = sorted(self._seen)
-        longest = 0.0
+        longest = _SHORTEST
         for size in range(_SIZES):  # more tokens never take less: where they seemed to, it was noise
             value = self._seen.get(size)
             longest = max(longest, self._guess(size, seen) if value is None else value)

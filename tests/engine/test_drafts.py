@@ -112,6 +112,13 @@ def test_what_a_step_takes_is_learnt_from_steps() -> None:
     assert cost.seconds(4096) == pytest.approx(0.62e-3 * 4096, rel=0.2), "beyond what was seen: in proportion"
 
 
+def test_the_first_step_sets_the_scale() -> None:
+    cost = StepCost()
+    cost.note(40, 0.02)
+    assert cost.seconds(40) == pytest.approx(0.02)
+    assert cost.seconds(1) == pytest.approx(0.02 / 5) and cost.seconds(80) == pytest.approx(0.04)
+
+
 def test_what_was_not_seen_lies_between_what_was() -> None:
     cost = StepCost()
     cost.note(8, 1.0)
@@ -127,6 +134,18 @@ def test_one_slow_step_is_no_news() -> None:
         cost.note(1, 0.01)
     cost.note(1, 5.0)
     assert cost.seconds(1) < 0.0125
+
+
+def test_whatever_is_noted_steps_take_time_and_longer_ones_no_less() -> None:
+    for seed in range(20):
+        dice = random.Random(seed)
+        cost = StepCost()
+        for _ in range(300):
+            cost.note(
+                dice.choice([1, 2, 3, 7, 9, 13, 24, 33, 120, 300_000]), dice.choice([0.0, 1e-9, 1e-3, 50.0])
+            )
+            line = [cost.seconds(tokens) for tokens in (1, 2, 3, 4, 6, 9, 16, 25, 64, 99, 2**17, 2**20)]
+            assert line[0] > 0 and line == sorted(line)
 
 
 class Told:
