@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from model.attention.base import LayerKV
@@ -54,6 +55,9 @@ class NativeLayers:
     ) -> Tensor:
         """x `[T, hidden]` fp32, the embedded tokens, which it uses up -> the normed last state of the wanted
         ones, `[N, hidden]` in the dtype of the run. Writes the step's K and V."""
+        if wanted.shape[0] > x.shape[0]:  # some of them twice: drawn from, and scored as a prompt's
+            every = torch.arange(x.shape[0], dtype=torch.int64, device=x.device)
+            return self.run(x, rotation, step, kv, every).index_select(0, wanted)
         normed: Tensor = self._layers.run(
             x,
             rotation.cos,
