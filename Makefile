@@ -2,6 +2,7 @@
 #
 #   PYTHON=python3.12   the Python that makes the virtual environment
 #   TORCH=cpu|cuda      which PyTorch build; auto: cuda where nvidia-smi finds a GPU, else cpu
+#   PEERS=FOLDER        where other servers are installed, for `make bench-peers`
 #   ARGS="..."          more arguments for the command, e.g. make serve ARGS="--port 9000"
 
 PYTHON      ?= python3
@@ -9,6 +10,7 @@ VENV        ?= .venv
 TORCH       ?= auto
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 MODEL       ?= smollm2-135m
+PEERS       ?= peers
 ARGS        ?=
 
 BIN  := $(VENV)/bin
@@ -19,7 +21,7 @@ PINS := pyproject.toml constraints.txt constraints-cpu.txt
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help serve chat fetch test test-slow test-all lint format types imports check load cache-page fuzz soak \
-        reliability-page clean
+        reliability-page bench bench-peers bench-page clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -76,6 +78,15 @@ soak: $(VENV)/.ready-test ## half an hour of a crowd, every answer compared with
 
 reliability-page: $(VENV)/.ready-test ## write what fuzz and soak found into docs/reliability.md
 	@$(BIN)/python -m loadtest.reliability_page
+
+bench: $(VENV)/.ready-test ## how fast our side is, in process and over HTTP (a quarter of an hour)
+	@$(BIN)/python -m loadtest.bench --model $(MODEL) $(ARGS)
+
+bench-peers: $(VENV)/.ready-test ## the same work for the servers in PEERS=FOLDER, see loadtest/PEERS.md (an hour)
+	@$(BIN)/python -m loadtest.bench_peers --model $(MODEL) --peers "$(PEERS)" $(ARGS)
+
+bench-page: $(VENV)/.ready-test ## write what they found into docs/benchmarks.md
+	@$(BIN)/python -m loadtest.bench_page
 
 clean: ## remove the virtual environment and what the tools left (fetched models stay)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,175 @@
+"""`make bench`: all workloads on our side, in process and over HTTP, and what is promised beside them.
+
+    python -m loadtest.bench [--model MODEL] [--parts engine,http,check] [--requests N] [--check N]
+
+Each part runs in a process of its own, and is written to loadtest/results/bench.json when it is done, with
+its time and commit: an interrupted run keeps what it has, and `--parts` measures some of them again. At the
+end docs/benchmarks.md is written anew. Wants an idle machine; the load before each part is kept beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest import bench_page
+from loadtest.bench_engine import folder_of
+from loadtest.bench_http import server_part
+from loadtest.bench_machine import about
+from loadtest.bench_rows import BenchError
+from loadtest.bench_work import WORKLOADS
+from loadtest.http_bench import few
+from loadtest.own_server import ServerFault, leave_on_sigterm
+from loadtest.stream import StreamError
+from server.tools.compare.machine import commit, now
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = "loadtest/results/bench.json"
+ALL = ("ceiling", "engine", "http", "mixed", "context", "queue", "quantised", "speculation", "check")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure, of which model, with which prompts, and where the results go."""
+
+    model: str
+    parts: tuple[str, ...]
+    seed: int
+    requests: int | None
+    check: int | None
+    flags: tuple[str, ...]
+    result: Path
+
+
+def run(plan: Plan, texts: Path) -> int:
+    """Every part in turn; `texts` is a folder for the answers between their part and the check. Returns how
+    many parts failed; the others are kept."""
+    folder, failed = folder_of(plan.model), 0
+    version = commit()  # before results are written into the clone
+    for part in plan.parts:
+        print(f"== {part}", flush=True)
+        load = os.getloadavg()[0]
+        try:
+            found = _measure(part, plan, folder, texts)
+        except (BenchError, StreamError, ServerFault, OSError, TimeoutError) as error:
+            print(f"{part}: {error}", file=sys.stderr)
+            failed += 1
+            continue
+        stamp = {"commit": version, "date": now(), "load": load, "seed": plan.seed}
+        keep(plan.result, plan.model, {part: stamp | found})
+    return failed
+
+
+def _measure(part: str, plan: Plan, folder: Path, texts: Path) -> dict[str, Any]:
+    if part == "check":
+        return checked(folder, {path.stem: path for path in sorted(texts.glob("*.json"))}, plan.check)
+    if part == "http":
+        works = few(list(WORKLOADS.values()), plan.requests)
+        found, answers = server_part(plan.model, folder, works, plan.seed, plan.flags)
+        (texts / "http.json").write_text(json.dumps(answers), encoding="utf-8")
+        return found
+    more = [] if plan.requests is None else ["--requests", str(plan.requests)]
+    if part == "engine":
+        more += ["--texts", str(texts / "engine.json")]
+    words = ["loadtest.bench_parts", part, "--model", plan.model, "--seed", str(plan.seed), *more]
+    return child(words)
+
+
+def child(words: Sequence[str], python: str = sys.executable) -> dict[str, Any]:
+    """The JSON that a module of ours writes in a process of its own. Raises BenchError."""
+    with tempfile.TemporaryDirectory(prefix="headroom-bench-") as name:
+        result = Path(name) / "found.json"
+        done = subprocess.run([python, "-m", *words, "--json", str(result)], cwd=ROOT, check=False)
+        if done.returncode or not result.exists():
+            raise BenchError(f"{words[0]} ended with code {done.returncode}")
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return found
+
+
+def checked(folder: Path, files: dict[str, Path], most: int | None) -> dict[str, Any]:
+    """The tallies of all answers in `files`. Raises BenchError."""
+    if not files:
+        raise BenchError("no answers to check: the parts engine and http give them, in the same run")
+    named = [f"{name}={path}" for name, path in files.items()]
+    more = [] if most is None else ["--check", str(most)]
+    return {"tallies": child(["loadtest.bench_check", "--model", str(folder), "--texts", *named, *more])}
+
+
+def keep(path: Path, model: str, parts: dict[str, Any]) -> None:
+    """Add parts to the results, in place of older ones; results of another machine or model are dropped."""
+    machine = json.loads(json.dumps(asdict(about())))
+    found: dict[str, Any] = {}
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("machine") != machine or found.get("model") != model:
+        found = {"model": model, "machine": machine, "parts": {}}
+    found["parts"] |= parts
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+def add_flags(parser: argparse.ArgumentParser, result: str) -> None:
+    """What `make bench` and `make bench-peers` are both told."""
+    parser.add_argument("--model", default="smollm2-135m", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, help="of the prompts (default: a fresh one)")
+    parser.add_argument("--requests", type=int, metavar="N", help="at most so many a workload: a quick look")
+    parser.add_argument("--check", type=int, metavar="N", help="check so many answers each (default: all)")
+    parser.add_argument(
+        "--serve", default="", metavar="FLAGS", help='more flags for our server, as --serve="--threads 2"'
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"default: {result}; with --requests, none")
+
+
+def finish(write: Callable[[Path], None], to_page: bool) -> None:
+    """Write the page, if the results are those that it shows."""
+    if to_page:
+        write(ROOT)
+        print(f"written: {bench_page.PAGE}")
+
+
+def main() -> int:
+    """Measure, write JSON and page; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.bench", description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", default=",".join(ALL), help="default: %(default)s")
+    add_flags(parser, RESULT)
+    options = parser.parse_args()
+    parts = tuple(options.parts.split(","))
+    unknown = set(parts) - set(ALL)
+    if unknown:
+        parser.error(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+    leave_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="headroom-bench-") as folder:
+        quick = Path(folder) / "quick.json"
+        result = options.json or (ROOT / RESULT if options.requests is None else quick)
+        plan = Plan(
+            model=options.model,
+            parts=parts,
+            seed=random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed,
+            requests=options.requests,
+            check=options.check,
+            flags=tuple(shlex.split(options.serve)),
+            result=result,
+        )
+        texts = Path(folder) / "texts"
+        texts.mkdir()
+        failed = run(plan, texts)
+        if result == quick and quick.exists():
+            print(bench_page.own_block(json.loads(quick.read_text(encoding="utf-8"))))
+    finish(bench_page.render, result == ROOT / RESULT)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

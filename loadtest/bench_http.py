@@ -1,0 +1,62 @@
+"""The part of `make bench` that goes through our own server: its start, its memory, and the workloads."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench_cost import model_cost
+from loadtest.bench_work import Work
+from loadtest.http_bench import run, tell
+from loadtest.own_server import OwnServer, own_server
+
+STARTS = 3  # the median of them; the first may still compile, or read the model from the disk
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that answers, and the seconds from the command to that."""
+
+    server: OwnServer
+    ready_s: float
+
+
+@contextmanager
+def started(model: str, flags: Sequence[str]) -> Iterator[Started]:
+    """Our server, on a free port, always stopped."""
+    begin = time.perf_counter()
+    with own_server(model, flags) as server:
+        yield Started(server, time.perf_counter() - begin)
+
+
+def server_part(
+    model: str, folder: Path, works: Sequence[Work], seed: int, flags: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures and answers. Raises BenchError, StreamError, OSError, TimeoutError, ServerFault."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    weights, ready = model_cost(config).weight_bytes, list[float]()
+    for _ in range(STARTS - 1):
+        with started(model, flags) as start:
+            ready.append(start.ready_s)
+    with started(model, flags) as start:
+        ready.append(start.ready_s)
+        idle = memory(start.server, weights)
+        name = start.server.get("/v1/models")["data"][0]["id"]
+        rows, texts = run(start.server.url, name, works, seed, tell, config["vocab_size"])
+        busy = memory(start.server, weights)
+    found = {"ready_s": ready, "ready_median_s": statistics.median(ready), "idle": idle, "busy": busy}
+    return found | {"rows": rows}, texts
+
+
+def memory(server: OwnServer, weight_bytes: int) -> dict[str, int]:
+    """Bytes of the server's own memory (RssAnon and what is swapped out), of the weights by arithmetic, of
+    the pool's pages that are in memory, and of the rest."""
+    arena = server.get("/v1/kv")["audit"]["resident_bytes"] or 0
+    whole = server.memory()
+    return {"own": whole, "weights": weight_bytes, "pool": arena, "rest": whole - weight_bytes - arena}

@@ -1,0 +1,100 @@
+"""What this machine can do at most, by PyTorch alone: memory read in GB/s, bf16 matrix work in GFLOP/s.
+
+    python -m loadtest.ceiling [--seconds 4]
+
+Reading: several ways of going once through a buffer that no cache holds (its sum, its largest number, its
+product with a vector), with all cores, each many times; the fastest counts. Matrix work: oneDNN's bf16
+product for a few shapes that it likes, the fastest of many. Both are measured, not looked up, so a better
+program may come out above 100 %: then the ceiling is higher than found here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+_BUFFER = 768 << 20  # bytes: far more than any cache
+_SHAPES = ((1024, 1024, 4096), (2048, 2048, 2048), (512, 576, 3072), (2048, 576, 49152))
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The best that was seen, and with what; GB and GFLOP are 10⁹."""
+
+    read_gb_s: float
+    read_by: str
+    matrix_gflop_s: float
+    matrix_by: str
+    threads: int
+
+
+def ceiling(seconds: float = 4.0) -> Ceiling:
+    """Measure for about `seconds`, half for either."""
+    reads, products = _reads(), _products()
+    read = {name: _BUFFER / 1e9 / _fastest(do, seconds / 2 / len(reads)) for name, do in reads.items()}
+    matrix = {
+        name: flops / 1e9 / _fastest(do, seconds / 2 / len(products))
+        for name, (do, flops) in products.items()
+    }
+    best_read, best_matrix = max(read, key=read.__getitem__), max(matrix, key=matrix.__getitem__)
+    return Ceiling(read[best_read], best_read, matrix[best_matrix], best_matrix, torch.get_num_threads())
+
+
+def _reads() -> dict[str, Callable[[], object]]:
+    """Ways to read the buffer once."""
+    columns = 4096
+    buffer = torch.ones((_BUFFER // 4 // columns, columns), device="cpu", dtype=torch.float32)
+    vector = torch.ones((columns,), device="cpu", dtype=torch.float32)
+    whole = buffer.view(-1)
+    return {
+        "sum of float32": whole.sum,
+        "largest of float32": whole.amax,
+        "float32 matrix by vector": lambda: buffer @ vector,
+        "dot product of two halves": lambda: torch.dot(whole[: len(whole) // 2], whole[len(whole) // 2 :]),
+    }
+
+
+def _products() -> dict[str, tuple[Callable[[], object], int]]:
+    """bf16 products by name, with the operations of each."""
+    made: dict[str, tuple[Callable[[], object], int]] = {}
+    for rows, inner, columns in _SHAPES:
+        left = torch.randn((rows, inner), device="cpu", dtype=torch.bfloat16)
+        right = torch.randn((columns, inner), device="cpu", dtype=torch.bfloat16)
+        name = f"bf16 [{rows}, {inner}] by [{inner}, {columns}]"
+        made[name] = (_product(left, right), 2 * rows * inner * columns)
+    return made
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
+    return lambda: torch.nn.functional.linear(left, right)
+
+
+def _fastest(do: Callable[[], object], seconds: float) -> float:
+    """Seconds of the fastest of the calls that fit into `seconds`, at least three."""
+    begin, best, calls = time.perf_counter(), float("inf"), 0
+    with torch.inference_mode():
+        do()
+        while calls < 3 or time.perf_counter() - begin < seconds:
+            start = time.perf_counter()
+            do()
+            best = min(best, time.perf_counter() - start)
+            calls += 1
+    return best
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.ceiling", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="default: %(default)s")
+    print(json.dumps(asdict(ceiling(parser.parse_args().seconds)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
