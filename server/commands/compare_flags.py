@@ -101,6 +101,7 @@ def compare_options(args: argparse.Namespace, parser: Parser) -> CompareOptions:
         block_size=args.block_size,
         threads=args.threads,
         kernels=args.kernels,
+        weights=args.weights,
         random_weights=args.random_weights,
         layers=args.layers,
         text=None if args.text is None else Path(args.text).expanduser(),

@@ -237,6 +237,7 @@ def model_options(args: argparse.Namespace, env: Mapping[str, str], cache_dir: P
             head_map=args.head_map,
             speculate=args.speculate,
             kernels=args.kernels,
+            weights=args.weights,
             debug=getattr(args, "debug", False),
         ),
     )

@@ -50,11 +50,10 @@ def attention_kind(q_heads: int, kv_heads: int) -> str:
 
 
 def _rows(name: str, facts: EngineFacts) -> list[tuple[str, str]]:
-    weights = format_bytes(facts.weight_bytes)
     rows = [
         ("model", f"{name} ({facts.family}, {facts.num_layers} layers, head_dim {facts.head_dim})"),
         ("attention", _attention(facts)),
-        ("weights", f"{weights} on {facts.device}, {facts.dtype} ({facts.dtype_reason})"),
+        ("weights", _weights(facts)),
         (
             "pool",
             f"{format_bytes(facts.pool_bytes)} ({facts.pool_reason}): {facts.total_blocks:,} blocks "
@@ -73,6 +72,13 @@ def _rows(name: str, facts: EngineFacts) -> list[tuple[str, str]]:
         ("backends", f"attention {facts.attention_backend} ({facts.attention_reason})"),
         ("", f"linear {facts.linear_backend} ({facts.linear_reason})"),
     ]
+
+
+def _weights(facts: EngineFacts) -> str:
+    held = f"{format_bytes(facts.weight_bytes)} on {facts.device}, "
+    if facts.weight_kind != "none":
+        held += f"{facts.weight_kind} at {facts.bits_per_weight:.2f} bits each with scales; the rest "
+    return f"{held}{facts.dtype} ({facts.dtype_reason})"
 
 
 def _attention(facts: EngineFacts) -> str:

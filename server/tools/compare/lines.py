@@ -42,11 +42,12 @@ def headline(found: Comparison) -> tuple[str, ...]:
     setup, machine = found.setup, found.machine
     run = "" if setup.run_layers == setup.layers else f" ({setup.run_layers} of them run)"
     weights = "random weights, " if setup.random_weights else ""
+    quantised = "" if setup.weights == "none" else f", {setup.weights} weights"
     where = machine.gpu or f"{machine.cpu}, {machine.threads} of {machine.cores} cores"
     version = found.headroom + (f" at {found.commit}" if found.commit else "")
     return (
         f"{setup.model}: {setup.family}, {setup.layers} layers{run}, {setup.q_heads} query heads and "
-        f"{setup.kv_heads} KV heads of {setup.head_dim}; {weights}{setup.dtype}",
+        f"{setup.kv_heads} KV heads of {setup.head_dim}; {weights}{setup.dtype}{quantised}",
         f"{where}; torch {machine.torch}",
         f"Headroom {version}; {found.date}",
     )

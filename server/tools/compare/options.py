@@ -24,6 +24,7 @@ class CompareOptions:
     block_size: int = 16
     threads: int | None = None
     kernels: str = "auto"
+    weights: str = "none"
     random_weights: bool = False
     layers: int | None = None
     text: Path | None = None

@@ -127,6 +127,7 @@ def _target(options: CompareOptions, config: ModelConfig, folder: Path, cache_di
         threads=options.threads,
         layers=(options.layers or config.num_layers) if options.random_weights else None,
         kernels=options.kernels,
+        weights=options.weights,
     )
 
 
@@ -208,6 +209,7 @@ def _setup(options: CompareOptions, name: str, target: Target, config: ModelConf
         output_tokens=work.output,
         pool_bytes=pool * layout.block_bytes,
         quality=options.quality and not target.random,
+        weights=target.weights,
     )
 
 

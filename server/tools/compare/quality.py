@@ -46,6 +46,7 @@ class QualityJob:
             attention=self.modes,
             head_map=target.head_map,
             kernels=target.kernels,
+            weights=target.weights,
         )
         text = load_text(self.text, target.folder)
         source = calibration_source(target.folder, target.cache_dir, progress)

@@ -116,6 +116,7 @@ class Setup:
     output_tokens: int
     pool_bytes: int  # of B
     quality: bool  # whether it was asked for
+    weights: str = "none"  # or int8 or int4
 
 
 @dataclass(slots=True)

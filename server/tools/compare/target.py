@@ -44,6 +44,7 @@ class Target:
     threads: int | None
     layers: int | None
     kernels: str = "auto"
+    weights: str = "none"
 
     @property
     def random(self) -> bool:
@@ -92,6 +93,7 @@ def make_engine(target: Target, mode: Mode, demand: Demand, progress: Progress) 
         attention=(mode.name,),
         head_map=target.head_map,
         kernels=target.kernels,
+        weights=target.weights,
     )
     native = native_source(target.cache_dir, progress)
     if target.layers is None:
