@@ -72,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in commands:
         print(f"headroom: there is no command {name!r}; there are {', '.join(commands)}", file=sys.stderr)
         return 2
+    # Read when PyTorch is imported: its OpenMP threads would look for work for a millisecond after each
+    # operator, on cores that the kernels in C++ and the network need (half of a decode step at batch 16).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal cannot show
     # Without a handler, the first process of a container would ignore SIGTERM.
