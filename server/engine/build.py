@@ -33,7 +33,7 @@ from server.engine.options import EngineOptions
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits
 from server.engine.sizing import DEFAULT_POOL, Context, PoolSize, fit_context, size_pool
-from server.engine.speculation import choose_speculation
+from server.engine.speculation import choose_speculation, rows_each
 from server.engine.variants import (
     CalibrationSource,
     choose_modes,
@@ -179,7 +179,7 @@ def _size(parts: _Parts) -> PoolSize:
     elif on_gpu:
         free = room_on_gpu(
             parts.machinery.decoder, parts.machinery.attention, frame.layout, parts.shape,
-            limits.max_batch_tokens, limits.max_num_seqs, frame.longest,
+            limits.max_batch_tokens, limits.max_num_seqs * rows_each(options.speculate), frame.longest,
         )  # fmt: skip
     else:
         free = free_memory()

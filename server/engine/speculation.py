@@ -115,6 +115,11 @@ def draftable(sequence: Sequence) -> int:
     return sequence.most - sequence.output - 1
 
 
+def rows_each(kind: str) -> int:
+    """The most tokens that a step may draw for one sequence."""
+    return 1 if kind == "off" else 1 + LONGEST
+
+
 def choose_speculation(kind: str) -> Speculation | None:
     """What `--speculate` asks for."""
     if kind == "off":

@@ -13,7 +13,7 @@ from server.engine.errors import ConfigError
 from server.engine.ngrams import LENGTHS, NGrams
 from server.engine.request import Constraint, Request, SamplingParams
 from server.engine.sequence import Sequence, Work
-from server.engine.speculation import LONGEST, Speculation, choose_speculation, draftable
+from server.engine.speculation import LONGEST, Speculation, choose_speculation, draftable, rows_each
 from server.engine.step_cost import StepCost
 
 
@@ -211,6 +211,7 @@ def test_who_is_not_worth_a_row_is_tried_again_after_a_pause() -> None:
 
 
 def test_the_option() -> None:
+    assert (rows_each("off"), rows_each("ngram")) == (1, 1 + LONGEST)
     assert choose_speculation("off") is None and choose_speculation("ngram") is not None
     with pytest.raises(ConfigError, match="--speculate often: must be ngram or off"):
         choose_speculation("often")

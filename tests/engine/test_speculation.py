@@ -186,6 +186,19 @@ def test_what_ends_an_answer_ends_it_among_drafts(small: Path) -> None:
         assert engine.stats().draft_tokens <= max(0, tokens - 2), "none that could not be said"
 
 
+def test_a_block_of_refused_drafts_is_in_no_request_s_peak(small: Path) -> None:
+    """16 tokens are written, and the answer stops; drafts had reached into a second block."""
+    (free,) = run(fp32_engine(small)[0], [greedy_request(prompt_of(9, 1), 60)])
+    stop = free[0].ids[7]
+    assert free[0].ids.index(stop) == 7 and 5 not in free[0].ids[:8]
+    asked = greedy_request(prompt_of(9, 1), 60, stop_ids=[stop])
+    engine = checked(fp32_engine(small, debug=True)[0])
+    (answer,) = run(gossiping(engine, [], [], 1.0), [asked])
+    block_bytes = manager_of(engine).state.layout.block_bytes
+    assert engine.peak_live_bytes() == 2 * 2 * block_bytes, "two KV heads, and a block more for a step"
+    assert answer[0].kv is not None and (answer[0].kv.blocks, answer[0].kv.tokens) == (2, 16)
+
+
 def test_capacity_ends_an_answer_among_drafts(small: Path) -> None:
     asked = greedy_request(prompt_of(9, 1), 60)
     (free,) = run(fp32_engine(small)[0], [asked])
