@@ -43,6 +43,7 @@ class Setup:
     folder: Path
     seed: int
     requests: int | None = None
+    works: tuple[str, ...] = tuple(WORKLOADS)  # of the part `engine`
 
     @property
     def config(self) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def engine_part(setup: Setup) -> Found:
     engine, facts = _warm(setup)
     cost = model_cost(setup.config, _ITEMSIZE[facts.dtype])
     rows, texts = {}, {}
-    for work in few(list(WORKLOADS.values()), setup.requests):
+    for work in few([WORKLOADS[name] for name in setup.works], setup.requests):
         found, answers, steps = _run(engine, facts, work, setup)
         spent = work_cost(cost, work, steps, facts.max_batch_tokens)
         rows[work.name] = found | {"steps": steps, "bytes": spent.bytes, "flops": spent.flops}
@@ -260,10 +261,12 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--texts", type=Path)
     options = parser.parse_args()
-    setup = Setup(folder_of(options.model), options.seed, options.requests)
+    works = tuple(options.workloads.split(","))
+    setup = Setup(folder_of(options.model), options.seed, options.requests, works)
     try:
         found, texts = PARTS[options.part](setup)
     except BenchError as error:

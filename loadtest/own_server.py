@@ -12,8 +12,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -116,18 +116,33 @@ class OwnServer:
 @contextmanager
 def own_server(model: str, flags: Sequence[str]) -> Iterator[OwnServer]:
     """`headroom serve model flags`, ready on entry. SystemExit with its last words if it never is."""
+    port = free_port()
+    command = [sys.executable, "-m", "server.cli", "serve", model, "--port", str(port), *flags]
+    with running(command, port) as server:
+        yield server
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(command: Sequence[str], port: int, more: Mapping[str, str] | None = None) -> Iterator[OwnServer]:
+    """A server that answers /health on `port`, with `more` in its environment, ready on entry. It and the
+    processes that it started are ended in any case. SystemExit with its last words if it is never ready."""
     with tempfile.TemporaryDirectory(prefix="headroom-server-") as folder:
         log = Path(folder) / "log.txt"
-        command = [sys.executable, "-m", "server.cli", "serve", model, "--port", str(port), *flags]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(more or {})
         environment.pop("HEADROOM_API_KEY", None)
         with log.open("wb") as out:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True,
+            )  # fmt: skip
         server = OwnServer(port, process, log)
         try:
             _wait_ready(server)
@@ -157,6 +172,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    with suppress(ProcessLookupError):  # workers that it left
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def leave_on_sigterm() -> None:

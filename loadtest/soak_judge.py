@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from loadtest.equality import FP32_NEAR_TIE
 from loadtest.soak_catalogue import COMPLETIONS, Ask
 from loadtest.soak_client import Heard
 
-NEAR_TIE = 1e-3  # nats between the two best
+NEAR_TIE = FP32_NEAR_TIE  # nats between the two best
 SCORE_TOLERANCE = 5e-3  # nats; fp32 logits may differ by 1e-4 of the largest, which is about 40
 
 

@@ -1,4 +1,5 @@
-"""When two answers count as the same: the only place that says so.
+"""When two answers count as the same: no test says so otherwise. Benchmarks share the rule's numbers, which
+are in loadtest/equality.py.
 
 fp32: logits within 1e-4 * max(1, max|logit|) of the reference, ids identical. On real models a differing id
 passes only where the reference, re-scoring the common text alone, finds a near tie (its two best logits are
@@ -16,8 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-FP32_LOGIT_TOLERANCE = 1e-4
-FP32_NEAR_TIE = 1e-3
+from loadtest.equality import FP32_LOGIT_TOLERANCE, FP32_NEAR_TIE, first_difference
 
 Rescore = Callable[[Sequence[int]], Tensor]  # ids -> [V] fp32 logits after the last of them, computed alone
 
@@ -66,7 +66,7 @@ def assert_same_ids(
     """
     tally = tally if tally is not None else Tally()
     tally.answers += 1
-    same = next((i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if a != b), None)
+    same = first_difference(ours, reference)
     if same is None:
         assert len(ours) == len(reference), f"{where}: {len(ours)} ids, expected {len(reference)}"
         tally.ids += len(ours)

@@ -1,0 +1,246 @@
+"""`make bench-peers`: the same work for other servers and for ours, in turn, on this machine.
+
+    python -m loadtest.bench_peers --peers FOLDER [--rounds 3] [--only vllm,headroom] [--resume] [--check N]
+
+In each round all get the same prompts, of a fresh seed, one server after the other, and each round begins
+with another. Where a server is far behind, once is enough (`--once`). The results are kept in
+loadtest/results/peers.json after each server; `--resume` goes on where a run was broken off.
+loadtest/PEERS.md says how peers are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest import bench_page, peers
+from loadtest.bench import ROOT, add_flags, checked, child, finish
+from loadtest.bench_engine import folder_of
+from loadtest.bench_http import started
+from loadtest.bench_machine import about
+from loadtest.bench_peers_page import OURS, peers_block
+from loadtest.bench_rows import BenchError
+from loadtest.bench_work import WORKLOADS
+from loadtest.http_bench import few, run, tell
+from loadtest.own_server import ServerFault, free_port, leave_on_sigterm, running
+from loadtest.stream import StreamError
+from server import __version__
+from server.tools.compare.machine import commit, now
+
+RESULT = bench_page.PEERS
+OUT = "loadtest/out/peers"  # answers, until they are checked
+ONCE = "llama:decode16,llama:decode64,llama:prefill,llama:long8,llama:prefix"
+
+Found = tuple[dict[str, Any], dict[str, Any]]  # a server's entry, and its answers
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every server is asked; `flags` are ours alone."""
+
+    model: str
+    folder: Path
+    places: peers.Places
+    requests: int | None
+    flags: tuple[str, ...]
+
+
+def headroom(plan: Plan, names: Sequence[str], seed: int) -> Found:
+    """Our server, as `make bench` has it."""
+    with started(plan.model, plan.flags) as start:
+        served = start.server.get("/v1/models")["data"][0]["id"]
+        rows, texts = _http(start.server.url, served, plan, names, seed)
+    return {"version": __version__, "ready_s": start.ready_s, "over": "http", "rows": rows}, texts
+
+
+def engine(plan: Plan, names: Sequence[str], seed: int) -> Found:
+    """Our engine alone."""
+    words = ["loadtest.bench_parts", "engine", "--model", plan.model]
+    found, texts = _child(words, plan, names, seed)
+    return {"version": __version__, "over": "engine", "rows": found["rows"]}, texts
+
+
+def vllm(plan: Plan, names: Sequence[str], seed: int) -> Found:
+    """vLLM's server."""
+    port = free_port()
+    return _peer(peers.vllm(plan.places, plan.folder, port), port, plan, names, seed)
+
+
+def llama(plan: Plan, names: Sequence[str], seed: int) -> Found:
+    """llama.cpp's server."""
+    port = free_port()
+    return _peer(peers.llama(plan.places, port), port, plan, names, seed)
+
+
+def openvino(plan: Plan, names: Sequence[str], seed: int) -> Found:
+    """OpenVINO's engine, in its own Python."""
+    python, weights = peers.openvino(plan.places)
+    found, texts = _child(["loadtest.peer_openvino", "--gguf", str(weights)], plan, names, seed, str(python))
+    return found | {"over": "engine"}, texts
+
+
+SERVERS: dict[str, tuple[str, Callable[[Plan, Sequence[str], int], Found]]] = {
+    "headroom": (OURS["http"], headroom),
+    "vllm": ("vLLM", vllm),
+    "llama": ("llama.cpp", llama),
+    "engine": (OURS["engine"], engine),
+    "openvino": ("OpenVINO", openvino),
+}  # what they are called on the command line, and on the page
+
+
+def _peer(peer: peers.Peer, port: int, plan: Plan, names: Sequence[str], seed: int) -> Found:
+    begin = time.perf_counter()
+    with running(peer.command, port, peer.environment) as server:
+        ready = time.perf_counter() - begin
+        rows, texts = _http(server.url, peers.SERVED, plan, names, seed)
+    return {"version": peer.version, "ready_s": ready, "over": "http", "rows": rows}, texts
+
+
+def _http(url: str, served: str, plan: Plan, names: Sequence[str], seed: int) -> Found:
+    works = few([WORKLOADS[name] for name in names], plan.requests)
+    return run(url, served, works, seed, tell)
+
+
+def _child(
+    words: Sequence[str], plan: Plan, names: Sequence[str], seed: int, python: str = sys.executable
+) -> Found:
+    path = ROOT / OUT / "child.json"
+    more = [] if plan.requests is None else ["--requests", str(plan.requests)]
+    more += ["--workloads", ",".join(names), "--seed", str(seed), "--texts", str(path)]
+    found = child([*words, *more], python)
+    return found, json.loads(path.read_text(encoding="utf-8"))
+
+
+@dataclass(slots=True)
+class Record:
+    """The file of results, rewritten after each server."""
+
+    path: Path
+    found: dict[str, Any]
+
+    def save(self) -> None:
+        """Whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps(self.found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        fresh.replace(self.path)
+
+    def round(self, number: int, seed: int | None) -> dict[str, Any]:
+        """Round `number`, counted from 0, made with a fresh seed if it is not there."""
+        rounds: list[dict[str, Any]] = self.found["rounds"]
+        if number == len(rounds):
+            fresh = random.SystemRandom().randrange(1 << 31) if seed is None else seed + number
+            rounds.append({"seed": fresh, "peers": {}})
+        return rounds[number]
+
+
+def measure(plan: Plan, keep: Record, options: argparse.Namespace) -> None:
+    """All rounds; a server that fails or is missing is said and left out."""
+    only, once = options.only.split(","), options.once.split(",") if options.once else []
+    for number in range(options.rounds):
+        this = keep.round(number, options.seed)
+        order = only[number % len(only) :] + only[: number % len(only)]
+        for short in order:
+            name, ask = SERVERS[short]
+            works = [
+                work for work in options.workloads.split(",") if not number or f"{short}:{work}" not in once
+            ]
+            if name in this["peers"] or not works:
+                continue
+            print(f"== round {number + 1}: {name}", flush=True)
+            load = os.getloadavg()[0]
+            try:
+                found, texts = ask(plan, works, this["seed"])
+            except (
+                peers.Missing, BenchError, StreamError, ServerFault, OSError, TimeoutError, SystemExit,
+            ) as error:  # fmt: skip
+                if isinstance(error, SystemExit) and isinstance(error.code, int):
+                    raise  # a signal
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
+            this["peers"][name] = found | {"load": load}
+            _answers(number, short).write_text(json.dumps(texts), encoding="utf-8")
+            keep.save()
+        _check(plan, keep, number, only, options.check)
+
+
+def _check(plan: Plan, keep: Record, number: int, only: Sequence[str], most: int | None) -> None:
+    """The answers of a round, against the reference; `--check 0` leaves it out."""
+    this = keep.found["rounds"][number]
+    files = {
+        SERVERS[short][0]: _answers(number, short)
+        for short in only
+        if SERVERS[short][0] in this["peers"] and _answers(number, short).exists()
+    }
+    if most == 0 or not files or set(this.get("check", {})) >= set(files):
+        return
+    print(f"== round {number + 1}: checking answers", flush=True)
+    this["check"] = checked(plan.folder, files, most)["tallies"]
+    keep.save()
+
+
+def _answers(number: int, short: str) -> Path:
+    return ROOT / OUT / f"{number}-{short}.json"
+
+
+def begin(path: Path, options: argparse.Namespace) -> Record:
+    """The results so far with `--resume`, else empty ones."""
+    once = [each.split(":") for each in options.once.split(",") if each]
+    notes = [
+        f"{SERVERS[short][0]} ran {', '.join(f'`{work}`' for name, work in once if name == short)} "
+        "in the first round only, as it is far behind there."
+        for short in dict.fromkeys(name for name, _ in once)
+        if short in options.only.split(",") and options.rounds > 1
+    ]
+    if options.resume and path.exists():
+        return Record(path, json.loads(path.read_text(encoding="utf-8")))
+    machine = asdict(about())
+    return Record(
+        path,
+        {
+            "model": options.model, "machine": machine, "commit": commit(), "date": now(), "notes": notes,
+            "rounds": [],
+        },
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Measure, write JSON and page, print the ratios; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.bench_peers", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--peers", type=Path, default=Path("peers"), metavar="FOLDER", help="where they are")
+    for name in ("vllm", "llama", "openvino"):
+        parser.add_argument(f"--{name}", type=Path, metavar="PROGRAM", help="this one is somewhere else")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--only", default=",".join(SERVERS), help="default: %(default)s")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
+    parser.add_argument("--once", default=ONCE, help="in the first round only (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on with what there is")
+    add_flags(parser, RESULT)
+    options = parser.parse_args()
+    leave_on_sigterm()
+    (ROOT / OUT).mkdir(parents=True, exist_ok=True)
+    result = options.json or ROOT / (RESULT if options.requests is None else f"{OUT}/quick.json")
+    places = peers.Places(options.peers, options.vllm, options.llama, options.openvino)
+    plan = Plan(
+        options.model, folder_of(options.model), places, options.requests, tuple(shlex.split(options.serve))
+    )
+    keep = begin(result, options)
+    measure(plan, keep, options)
+    print(peers_block(keep.found))
+    finish(bench_page.render, result == ROOT / RESULT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
