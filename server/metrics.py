@@ -8,11 +8,14 @@ is counted here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from cache.report import CacheReport
 from server.engine.stats import EngineStats
@@ -38,18 +41,12 @@ class Metrics:
         )
         for outcome in OUTCOMES:
             self._calls.labels(outcome)
-        self._ttft = Histogram(
-            "headroom:time_to_first_token_seconds",
-            "From the arrival of a call to its first token.",
-            buckets=_TTFT,
-            registry=self.registry,
+        self._ttft = Times(
+            "headroom:time_to_first_token_seconds", "From the arrival of a call to its first token.", _TTFT
         )
-        self._itl = Histogram(
-            "headroom:inter_token_latency_seconds",
-            "Between two tokens of a choice.",
-            buckets=_ITL,
-            registry=self.registry,
-        )
+        self._itl = Times("headroom:inter_token_latency_seconds", "Between two tokens of a choice.", _ITL)
+        self.registry.register(self._ttft)
+        self.registry.register(self._itl)
         self._engine = _EngineCollector()
         self.registry.register(self._engine)
 
@@ -70,7 +67,7 @@ class Metrics:
 class TokenClock:
     """Times the tokens of one call: the first of all, then the gaps within each choice (seconds)."""
 
-    def __init__(self, ttft: Histogram, itl: Histogram) -> None:
+    def __init__(self, ttft: Times, itl: Times) -> None:
         self._ttft = ttft
         self._itl = itl
         self._begin = time.perf_counter()
@@ -86,8 +83,35 @@ class TokenClock:
         last = self._last.get(index)
         self._last[index] = now
         if last is not None:
-            for _ in range(count):
-                self._itl.observe((now - last) / count)
+            self._itl.observe((now - last) / count, count)
+
+
+class Times(Collector):
+    """A histogram of seconds that one thread fills. Every token is observed, so there is no lock."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        """`bounds` are the upper bounds of the buckets, ascending, each a part of its bucket; one more bucket
+        has no bound."""
+        self._name = name
+        self._text = text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """The same so many times."""
+        self._counts[bisect_left(self._bounds, seconds)] += times
+        self._sum += seconds * times
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, for the registry."""
+        return [HistogramMetricFamily(self._name, self._text)]
+
+    def collect(self) -> Iterator[Metric]:
+        """Buckets hold what is in those before them too."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
 
 
 class _EngineCollector(Collector):

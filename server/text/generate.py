@@ -150,7 +150,7 @@ class Generation:
             if event.prompt_scores is not None:
                 self._tell_prompt(event.index, event.prompt_scores)
             choice = self._choices[event.index]
-            if choice.ended:
+            if choice.finish is not None:
                 continue  # drawn, or aborted, after the stop string
             if event.finish is FinishReason.ERROR:
                 self._failure = GenerationError(event.error or "The engine failed on this answer.")
@@ -162,8 +162,10 @@ class Generation:
                 if event.finish is None:
                     self._service.abort(self._prepared.request_id, event.index, FinishReason.STOP)
         over = self._failure is not None or not self._running
-        ready = [index for index, choice in self._changed.items() if over or not choice.waits]
-        self._items.extend(self._changed.pop(index).delta(index) for index in ready)
+        for index, choice in list(self._changed.items()):
+            if over or not choice.waits:
+                del self._changed[index]
+                self._items.append(choice.delta(index))
         if self._failure is None and over:
             self._items.append(self._done())
 
@@ -232,7 +234,7 @@ class _Choice:
             self._add(text)
         if event.finish is not None:
             self.end(event.finish)
-        return self.ended
+        return self.finish is not None
 
     def _hides(self, last: int) -> bool:
         """Whether the token that stopped the choice is a mark and no part of it. One that completes a grammar
