@@ -10,12 +10,14 @@
 #include <optional>
 #include <vector>
 
-#include "layers.h"
-#include "linear.h"
-
 #ifndef HEADROOM_NAMESPACE
 #define HEADROOM_NAMESPACE headroom
 #endif
+// Classes are known to PyTorch by their C++ names too, so those of another build must not be the same.
+#define headroom HEADROOM_NAMESPACE
+
+#include "layers.h"
+#include "linear.h"
 
 namespace headroom {
 
@@ -297,9 +299,12 @@ Tensor attend_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
 
 }  // namespace headroom
 
+#undef headroom
+namespace kernels = HEADROOM_NAMESPACE;
+
 TORCH_LIBRARY(HEADROOM_NAMESPACE, m) {
-  using headroom::Layers;
-  using headroom::Weight;
+  using kernels::Layers;
+  using kernels::Weight;
   using std::optional;
   m.class_<Weight>("Weight").def(torch::init<at::Tensor, optional<at::Tensor>, int64_t, int64_t, optional<at::Tensor>>(), "",
                                  {torch::arg("panels"), torch::arg("bias"), torch::arg("outputs"),
@@ -308,9 +313,9 @@ TORCH_LIBRARY(HEADROOM_NAMESPACE, m) {
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, at::Tensor>())
       .def("add", &Layers::add)
       .def("run", &Layers::run);
-  m.def("to_panels", &headroom::to_panels_op);
-  m.def("linear", &headroom::linear_op);
-  m.def("gated_linear", &headroom::gated_linear_op);
-  m.def("write", &headroom::write_op);
-  m.def("attend", &headroom::attend_op);
+  m.def("to_panels", &kernels::to_panels_op);
+  m.def("linear", &kernels::linear_op);
+  m.def("gated_linear", &kernels::gated_linear_op);
+  m.def("write", &kernels::write_op);
+  m.def("attend", &kernels::attend_op);
 }

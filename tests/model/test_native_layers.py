@@ -1,0 +1,144 @@
+"""All layers in one call of C++ against the same layers one by one in PyTorch: families, norms of heads,
+biases, windows, repeated heads, chunks and crowds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.attention.native import NativeAttention
+from model.decoder import Decoder
+from model.heads import HeadMap, MeanHeads, NativeHeads, RepeatHeads
+from model.layers_native import NativeLayers, native_layers
+from model.linear_native import NativeLinearBackend
+from model.native.library import NativeLibrary
+from tests.support.attention import CPU
+from tests.support.decoding import load_decoder, new_rig, run_step, some_ids
+from tests.support.equality import assert_same_logits, logit_error
+from tests.support.native import avx2, native
+
+BUILDS = {"native": native, "avx2": avx2}
+CHECKPOINTS: list[dict[str, Any]] = [
+    {"family": "llama", "tie_word_embeddings": True},
+    {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    {"family": "mistral", "sliding_window": 24},
+    {"family": "qwen2", "heads": 8, "kv_heads": 4, "hidden": 96},
+    {"family": "qwen3", "head_dim": 32},
+    {"family": "llama", "kv_heads": 1, "head_dim": 48, "intermediate": 100},
+]
+
+
+@pytest.fixture(params=list(BUILDS))
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    found = BUILDS[request.param]()
+    if not isinstance(found, NativeLibrary):
+        pytest.skip(found)
+    return found
+
+
+def with_layers(folder: Path, library: NativeLibrary, dtype: torch.dtype = torch.float32) -> Decoder:
+    decoder = load_decoder(folder, dtype, NativeLinearBackend(library, reason="test"))
+    layers = native_layers(decoder.config, decoder.weights, library)
+    assert isinstance(layers, NativeLayers)
+    return Decoder(decoder.config, decoder.weights, CPU, layers=layers)
+
+
+def heads_of(decoder: Decoder) -> list[HeadMap]:
+    native, queries = decoder.config.num_kv_heads, decoder.config.num_heads
+    return [NativeHeads(native), RepeatHeads(queries)]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda c: "-".join(map(str, c.values())))
+def test_the_same_logits(
+    tiny: Callable[..., Path], library: NativeLibrary, checkpoint: dict[str, Any], monkeypatch: Any
+) -> None:
+    """Sequences of both modes in one step: chunks, then a token each, then a chunk beside single tokens."""
+    folder = tiny(layers=3, **{"head_dim": 16, **checkpoint})
+    fast, plain = with_layers(folder, library), load_decoder(folder)
+    calls = 0
+    run = NativeLayers.run
+
+    def counted(self: NativeLayers, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return run(self, *args)
+
+    monkeypatch.setattr(NativeLayers, "run", counted)
+    backend = NativeAttention(library)
+    ours, theirs = new_rig(fast, block=16), new_rig(plain, block=16)
+    steps = [(40, 17, 1, 33), (1, 1, 1, 1), (1, 30, 1, 16), (1, 1, 1, 1)]
+    maps = [head_map for head_map in heads_of(plain) for _ in range(2)]
+    open_ours = [ours.open(each.kv_heads) for each in maps]
+    open_theirs = [theirs.open(each.kv_heads) for each in maps]
+    for number, counts in enumerate(steps):
+        ids = [some_ids(count, seed=10 * number + i) for i, count in enumerate(counts)]
+        got = run_step(fast, ours, list(zip(open_ours, ids, maps, strict=True)), backend)
+        expected = run_step(plain, theirs, list(zip(open_theirs, ids, maps, strict=True)))
+        for one, other in zip(got, expected, strict=True):
+            assert_same_logits(one, other, f"step {number}")
+    assert calls == len(steps), "the layers in C++ ran"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bf16_errs_no_more_than_pytorchs(
+    tiny: Callable[..., Path], library: NativeLibrary, family: str
+) -> None:
+    """Against the same weights in fp32."""
+    folder = tiny(family=family, hidden=128, layers=4, head_dim=32, dtype=torch.bfloat16, std=0.1)
+    ids = some_ids(200)
+    logits = {}
+    for name, decoder, backend in (
+        ("fp32", load_decoder(folder), None),
+        ("plain", load_decoder(folder, torch.bfloat16), None),
+        ("fast", with_layers(folder, library, torch.bfloat16), NativeAttention(library)),
+    ):
+        rig = new_rig(decoder, block=16)
+        work = [(rig.open(decoder.config.num_kv_heads), ids, heads_of(decoder)[0])]
+        logits[name] = run_step(decoder, rig, work, backend)[0]
+    # Two roundings of one sum may fall on either side; a wrong layer errs by far more.
+    assert logit_error(logits["fast"], logits["fp32"]) <= 1.3 * logit_error(logits["plain"], logits["fp32"])
+
+
+def test_only_wanted_states_come_back(tiny: Callable[..., Path], library: NativeLibrary) -> None:
+    decoder = with_layers(tiny(layers=2, head_dim=16), library)
+    backend, head_map, ids = NativeAttention(library), heads_of(decoder)[0], torch.tensor(some_ids(20))
+    states = []
+    for wanted in ([*range(20)], [19, 3, 3], []):
+        rig = new_rig(decoder, block=16)
+        meta = rig.meta([(rig.open(head_map.kv_heads), 20)])
+        segments = run_segments(head_map, 20)
+        asked = torch.tensor(wanted, dtype=torch.int64)
+        states.append(decoder.hidden(ids, meta.positions, segments, backend.begin(meta), rig.layers, asked))
+    assert torch.equal(states[1], states[0][[19, 3, 3]])
+    assert states[2].shape == (0, decoder.config.hidden_size)
+
+
+def run_segments(head_map: HeadMap, tokens: int) -> list[Any]:
+    from model.heads import Segment
+
+    return [Segment(head_map, 0, tokens)]
+
+
+def test_other_maps_go_layer_by_layer(tiny: Callable[..., Path], library: NativeLibrary) -> None:
+    """Averaged heads in a step with the checkpoint's own, and alone: the same, and what PyTorch gives."""
+    folder = tiny(layers=2, head_dim=16, heads=4, kv_heads=2)
+    fast, plain = with_layers(folder, library), load_decoder(folder)
+    maps: list[HeadMap] = [NativeHeads(2), MeanHeads(1)]
+    results = []
+    for decoder, backend in ((fast, NativeAttention(library)), (plain, None)):
+        rig = new_rig(decoder, block=16)
+        work = [(rig.open(each.kv_heads), some_ids(30, seed=i), each) for i, each in enumerate(maps)]
+        results.append(run_step(decoder, rig, work, backend))
+    for one, other in zip(*results, strict=True):
+        assert_same_logits(one, other)
+
+
+def test_weights_in_another_form_have_no_layers_in_cpp(tiny: Callable[..., Path]) -> None:
+    decoder = load_decoder(tiny())
+    library = native()
+    assert native_layers(decoder.config, decoder.weights, library) is None
+    assert native_layers(decoder.config, decoder.weights, "no compiler") is None
