@@ -110,6 +110,17 @@ def test_a_normal_run_names_device_and_dtype(
     assert watched.seen > 0
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_weights_name_device_and_dtype(tiny: Callable[..., Path], weights: str, dtype: str) -> None:
+    folder = tiny(family="qwen2", hidden=80)  # groups that are not whole
+    with ExplicitFactories() as watched:
+        engine = fp32_engine(folder, dtype=dtype, weights=weights, kv_memory=1 << 18)[0]
+        run(engine, [greedy_request([i % 120 for i in prompt_of(20)], 5)])
+    assert watched.faults == []
+    assert watched.seen > 0
+
+
 def test_scoring_random_weights_names_device_and_dtype(tiny: Callable[..., Path]) -> None:
     config = ModelConfig.from_folder(tiny(family="qwen3"))
     with ExplicitFactories() as watched:
