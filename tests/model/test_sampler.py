@@ -85,6 +85,20 @@ def test_greedy_ties_go_to_the_lowest_id_beside_a_sampled_row() -> None:
     assert draw(logits, rows) == [0, 1, 0]
 
 
+@pytest.mark.parametrize("vocab", [7, 512, 1000, 1536, 49152])
+def test_greedy_finds_the_first_of_the_largest_wherever_they_are(vocab: int) -> None:
+    """In one part of a row or in several, at their edges, among equals; a broken value anywhere is seen."""
+    places = [0, vocab - 1, vocab // 2, vocab // 3, min(511, vocab - 1), min(512, vocab - 2)]
+    logits = torch.randn(len(places), vocab, generator=torch.Generator().manual_seed(vocab)).clamp(max=2)
+    for row, place in enumerate(places):
+        logits[row, [place, max(place, vocab - 1)]] = 3.0
+    greedy = [{"temperature": 0.0}] * len(places)
+    assert draw(logits, greedy) == places
+    logits[2, places[2]], logits[3, places[3]] = torch.nan, torch.inf
+    logits[4] = -torch.inf
+    assert draw(logits, greedy) == [*places[:2], -1, -1, -1, places[5]]
+
+
 def test_nothing_but_what_is_left_is_drawn() -> None:
     logits = torch.full((1, 600), -torch.inf)
     logits[0, [17, 400]] = torch.tensor([0.1, 0.3])
