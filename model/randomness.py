@@ -23,12 +23,22 @@ def row_keys(
     A counter-based hash: each number is added, times the golden-ratio increment, and mixed by splitmix64's
     finaliser (Steele, Lea, Flood 2014).
     """
+    return keys_at(row_states(seeds, choices), positions)
+
+
+def row_states(seeds: npt.NDArray[np.uint64], choices: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """What of `row_keys` does not depend on the position `[S]`."""
     golden = np.uint64(_GOLDEN)
     with np.errstate(over="ignore"):
         state = _mix(seeds.astype(np.uint64) + golden)
-        state = _mix(state + (choices.astype(np.uint64) + np.uint64(1)) * golden)
-        state = _mix(state + (positions.astype(np.uint64) + np.uint64(1)) * golden)
-    return state.view(np.int64)
+        return _mix(state + (choices.astype(np.uint64) + np.uint64(1)) * golden)
+
+
+def keys_at(states: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """The keys `[S]` of rows in these states at these output positions."""
+    with np.errstate(over="ignore"):
+        mixed = _mix(states + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
+    return mixed.view(np.int64)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -18,6 +18,17 @@ from server.engine.penalties import is_penalised, make_penalties
 from server.engine.sequence import Sequence, Work
 
 
+def changes_logits(sequence: Sequence) -> bool:
+    """Whether its logits are changed now or may come to be; if not, they never will."""
+    request = sequence.work.request
+    return (
+        bool(request.sampling.logit_bias)
+        or is_penalised(sequence)
+        or request.constraint is not None
+        or (sequence.output < request.min_tokens and bool(request.stop_ids))
+    )
+
+
 def make_adjustments(sequences: Several[Sequence], vocab: int, device: torch.device) -> Adjustments | None:
     """For the sequences that draw, a row of `vocab` logits each and in order; None if nothing is changed."""
     biased, banned, penalised, masked = [], [], [], []

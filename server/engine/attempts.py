@@ -11,12 +11,13 @@ from math import isfinite
 
 from cache.manager import CacheManager
 from model.logprobs import Scores
-from server.engine.batch import Shape, build_batch
+from server.engine.batch import Shape
 from server.engine.request import TokenScore
 from server.engine.runner import Drawn, ModelRunner
 from server.engine.scheduler import Scheduled
 from server.engine.sequence import Sequence
 from server.engine.stats import Counters
+from server.engine.steady import Batches
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Attempts:
 
     def __init__(self, runner: ModelRunner, manager: CacheManager, shape: Shape, counters: Counters) -> None:
         self._runner = runner
-        self._manager = manager
+        self._batches = Batches(manager, shape)
         self._shape = shape
         self._counters = counters
 
@@ -62,13 +63,7 @@ class Attempts:
             return error
 
     def _forward(self, entries: Several[Scheduled]) -> list[Outcome | Exception]:
-        rows = [self._first_row(entry.sequence) for entry in entries]
-        batch = build_batch(entries, rows, self._manager.row_tables, self._shape)
-        return _outcomes(entries, self._runner.run(batch))
-
-    def _first_row(self, sequence: Sequence) -> int:
-        assert sequence.slot is not None
-        return self._manager.table_rows(sequence.slot).start
+        return _outcomes(entries, self._runner.run(self._batches.build(entries)))
 
 
 def name_of(sequence: Sequence) -> str:

@@ -22,8 +22,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "_chain", "_matcher", "computed", "drafting", "finish", "index", "key", "length", "most", "output",
-        "prompt", "prompt_scores", "ran", "seen", "slot", "work",
+        "_chain", "_matcher", "computed", "drafting", "finish", "index", "key", "last", "length", "most",
+        "output", "prompt", "prompt_scores", "ran", "seen", "slot", "work",
     )  # fmt: skip
 
     def __init__(self, work: Work, index: int) -> None:
@@ -35,6 +35,7 @@ class Sequence:
         self.slot: int | None = None  # its place in the cache manager while it runs
         self.computed = 0
         self.output = 0  # tokens generated
+        self.last = self.prompt[-1]  # of its ids
         self.length = len(self.prompt)  # tokens known: prompt and output
         self.most = min(work.request.max_tokens, work.capacity - self.length)  # that it may generate
         self.ran = False  # admitted at least once
@@ -102,6 +103,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """Take a drawn token."""
         self.chain.append(token)
+        self.last = token
         self.output += 1
         self.length += 1
 
