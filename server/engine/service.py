@@ -226,8 +226,8 @@ class EngineService:
         )
 
     # ---- the thread's side ----
-    # The loop sends a step's tokens while the next computes without the interpreter's lock. Its switch interval
-    # stays at 5 ms, longer than a plan takes: with less, the loop would come between, and delay each step.
+    # The loop sends a step's tokens while the next computes without the interpreter's lock. Its switch
+    # interval stays at 5 ms, longer than a plan takes: with less the loop would come between, and delay it.
 
     def _run(self) -> None:
         engine = self._engine
