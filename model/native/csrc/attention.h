@@ -10,23 +10,20 @@
 #include "scratch.h"
 #include "softmax.h"
 #include "threads.h"
-#include "tile.h"
 
 namespace headroom {
 
 #if defined(__AVX512F__)
-constexpr int kQueryRows = 16;  // query rows of the largest tile
-constexpr int kSums = 16;       // 16-lane sums that stay in registers
+constexpr int kQueryRows = 14;  // query rows of the largest tile
+constexpr int kSums = 28;       // 16-lane sums that stay in registers
 #else
 constexpr int kQueryRows = 4;
 constexpr int kSums = 4;
 #endif
-constexpr int64_t kChunk = 64;  // keys of which all scores are made before any value is read
 constexpr int kPanels = int(kChunk / kLanes);
-static_assert(kSegment % kChunk == 0);
 
 // Panels side by side for M query rows.
-constexpr int panels_beside(int m) { return m * 4 <= kSums ? 4 : m * 2 <= kSums ? 2 : 1; }
+constexpr int panels_beside(int m) { return kSums / m > 4 ? 4 : kSums / m; }
 
 // What `attend` was called for: one layer.
 template <class T>
@@ -51,8 +48,9 @@ struct Chunk {
 template <class T>
 class Attention {
  public:
-  Attention(const Rows& rows, const Plan& plan, const Unit& unit, const Task<T>& task)
-      : rows_(rows), plan_(plan), unit_(unit), task_(task), head_dim_(rows.head_dim),
+  // next: the unit that this thread probably takes after it, or null.
+  Attention(const Rows& rows, const Plan& plan, const Unit& unit, const Unit* next, const Task<T>& task)
+      : rows_(rows), plan_(plan), unit_(unit), next_(next), task_(task), head_dim_(rows.head_dim),
         group_(rows.q_heads / rows.kv_heads(unit.sequence)), count_(unit.tokens * group_),
         scale_(kLog2E / std::sqrt(float(rows.head_dim))) {
     const int64_t padded = Sums::rounded(count_);
@@ -69,28 +67,26 @@ class Attention {
 
   void run() {
     gather_queries();
+    find(unit_, unit_.begin, chunks_[0]);
+    const int64_t first = unit_.first_segment(), last = first + unit_.segments();
     if (unit_.split < 0) {
-      add_up(unit_.first, sums_);
-      for (int64_t segment = unit_.first + 1; segment < unit_.last; ++segment) {
+      add_up(first, sums_);
+      for (int64_t segment = first + 1; segment < last; ++segment) {
         add_up(segment, part_);
         merge(part_);
       }
       return finish();
     }
     const Split& split = plan_.split(unit_);
-    for (int64_t segment = unit_.first; segment < unit_.last; ++segment) {
-      add_up(segment, plan_.sums(split, segment));
-    }
+    for (int64_t segment = first; segment < last; ++segment) add_up(segment, plan_.sums(split, segment));
     if (!plan_.finish(unit_)) return;
     sums_ = plan_.sums(split, split.first);
-    for (int64_t segment = split.first + 1; segment < split.last; ++segment) {
-      merge(plan_.sums(split, segment));
-    }
+    for (int64_t i = 1; i < split.segments; ++i) merge(plan_.sums(split, split.first + i));
     finish();
   }
 
  private:
-  using Step = void (Attention::*)(const Chunk&, const Chunk*, int64_t, const Sums&);
+  using Step = void (Attention::*)(const Chunk&, const Chunk&, int64_t, const Sums&);
 
   // Row m of the unit is query head m % G of token m / G.
   void gather_queries() {
@@ -106,28 +102,28 @@ class Attention {
   void add_up(int64_t segment, const Sums& sums) {
     std::fill_n(sums.out, Sums::rounded(count_) * (head_dim_ + kLanes), 0.0f);
     std::fill_n(sums.best, Sums::rounded(count_), kHidden);
-    const int64_t end = std::min<int64_t>((segment + 1) * kSegment, position_[count_ - 1] + 1);
-    int64_t first = segment * kSegment;
-    if (task_.window > 0) {
-      const int64_t seen = position_[0] - task_.window + 1;
-      if (seen > first) first = seen / kChunk * kChunk;
-    }
-    Chunk chunks[2];
-    find(first, end, chunks[0]);
-    for (int turn = 0; first < end; first += kChunk, turn ^= 1) {
-      const bool more = first + kChunk < end;
-      if (more) find(first + kChunk, end, chunks[turn ^ 1]);
-      add_chunk(chunks[turn], more ? &chunks[turn ^ 1] : nullptr, sums);
+    const int64_t end = std::min((segment + 1) * kSegment, unit_.end);
+    for (int64_t first = std::max(segment * kSegment, unit_.begin); first < end; first += kChunk) {
+      const Chunk& now = chunks_[turn_];
+      Chunk& then = chunks_[turn_ ^= 1];
+      if (first + kChunk < unit_.end) {
+        find(unit_, first + kChunk, then);
+      } else if (next_ != nullptr) {
+        find(*next_, next_->begin, then);
+      } else {
+        then = now;
+      }
+      add_chunk(now, then, sums);
     }
   }
 
-  void find(int64_t first, int64_t end, Chunk& chunk) const {
-    const int32_t* table = rows_.table(unit_.row);
+  void find(const Unit& unit, int64_t first, Chunk& chunk) const {
+    const int32_t* table = rows_.table(unit.row);
     const int64_t elements = rows_.block_size * head_dim_;
     chunk.first = first;
-    chunk.panels = int(std::min<int64_t>(kPanels, (end - first + kLanes - 1) / kLanes));
-    for (int p = 0; p < chunk.panels; ++p) {
-      const int64_t key = first + p * kLanes;
+    chunk.panels = int(std::min<int64_t>(kPanels, (unit.end - first + kLanes - 1) / kLanes));
+    for (int p = 0; p < kPanels; ++p) {
+      const int64_t key = first + std::min(p, chunk.panels - 1) * kLanes;
       const int64_t block = table[key / rows_.block_size], offset = key % rows_.block_size;
       chunk.k[p] = key_panel(task_.k_arena + block * elements, offset);
       chunk.v[p] = value_panel(task_.v_arena + block * elements, offset, head_dim_);
@@ -135,11 +131,11 @@ class Attention {
   }
 
   // All rows of the unit, a tile at a time; the first brings the next chunk nearer.
-  void add_chunk(const Chunk& chunk, const Chunk* next, const Sums& sums) {
+  void add_chunk(const Chunk& chunk, const Chunk& next, const Sums& sums) {
     static constexpr std::array<Step, kQueryRows> steps = all_steps(std::make_integer_sequence<int, kQueryRows>());
     for (int64_t row = 0; row < count_; row += kQueryRows) {
       const int64_t rows = std::min<int64_t>(kQueryRows, count_ - row);
-      (this->*steps[rows - 1])(chunk, row == 0 ? next : nullptr, row, sums);
+      (this->*steps[rows - 1])(chunk, row == 0 ? next : chunk, row, sums);
     }
   }
 
@@ -150,7 +146,7 @@ class Attention {
 
   // M rows from `row` on against the keys of a chunk that any of them sees.
   template <int M>
-  void add_tile(const Chunk& chunk, const Chunk* next, int64_t row, const Sums& sums) {
+  void add_tile(const Chunk& chunk, const Chunk& next, int64_t row, const Sums& sums) {
     const int64_t earliest = position_[row] - chunk.first, latest = position_[row + M - 1] - chunk.first;
     const int64_t keys = std::min<int64_t>(chunk.panels * kLanes, latest + 1);
     int from = 0;
@@ -167,7 +163,7 @@ class Attention {
 
   // scores_[m][key of the chunk] = q . k
   template <int M>
-  void score(const Chunk& chunk, const Chunk* next, const T* queries, int from, int to) {
+  void score(const Chunk& chunk, const Chunk& next, const T* queries, int from, int to) {
     constexpr int beside = panels_beside(M);
     int p = from;
     for (; p + beside <= to; p += beside) score_panels<M, beside>(chunk, next, queries, p);
@@ -175,22 +171,18 @@ class Attention {
   }
 
   template <int M, int N>
-  inline void score_panels(const Chunk& chunk, const Chunk* next, const T* queries, int p) {
+  inline void score_panels(const Chunk& chunk, const Chunk& next, const T* queries, int p) {
     constexpr int width = Pair<T>::width;
-    if (next != nullptr) fetch_keys(*next, p, p + N);
     f32x16 acc[M][N] = {};
     const int64_t step = rows_.block_size, row = head_dim_;
     for (int64_t k = 0; k < row / width; ++k) {
       u32x16 column[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) column[n] = load<u32x16>(chunk.k[p + n] + k * step);
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) {
-        uint32_t lane;
-        std::memcpy(&lane, queries + m * row + k * width, 4);
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[m][n] = Pair<T>::dot(acc[m][n], column[n], fill(lane));
+      for (int n = 0; n < N; ++n) {
+        column[n] = load<u32x16>(chunk.k[p + n] + k * step);
+        __builtin_prefetch(next.k[p + n] + k * step);
       }
+      multiply<M, N>(queries + k * width, row, column, acc);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
@@ -250,19 +242,18 @@ class Attention {
 
   // out = out * correction + weights . V
   template <int M>
-  void combine(const Chunk& chunk, const Chunk* next, int64_t row, int from, int64_t keys, const Sums& sums,
+  void combine(const Chunk& chunk, const Chunk& next, int64_t row, int from, int64_t keys, const Sums& sums,
                const float* correction) {
     constexpr int beside = panels_beside(M);
-    if (next != nullptr) fetch_values(*next, 0, kPanels);
     int64_t d = 0;
     for (; d + beside * kLanes <= head_dim_; d += beside * kLanes) {
-      combine_panels<M, beside>(chunk, row, from, keys, sums, correction, d);
+      combine_panels<M, beside>(chunk, next, row, from, keys, sums, correction, d);
     }
-    for (; d < head_dim_; d += kLanes) combine_panels<M, 1>(chunk, row, from, keys, sums, correction, d);
+    for (; d < head_dim_; d += kLanes) combine_panels<M, 1>(chunk, next, row, from, keys, sums, correction, d);
   }
 
   template <int M, int N>
-  inline void combine_panels(const Chunk& chunk, int64_t row, int from, int64_t keys, const Sums& sums,
+  inline void combine_panels(const Chunk& chunk, const Chunk& next, int64_t row, int from, int64_t keys, const Sums& sums,
                              const float* correction, int64_t d) {
     constexpr int width = Pair<T>::width;
     f32x16 acc[M][N];
@@ -277,9 +268,18 @@ class Attention {
     for (int p = from; p * kLanes < keys; ++p) {
       const int64_t own = std::min<int64_t>(kLanes, keys - p * kLanes);
       const T* weights = weights_ + p * kLanes;
-      tile<M, N>(weights, kChunk, chunk.v[p] + d, kLanes, head_dim_, own / width, acc);
+      const uint32_t *values = chunk.v[p] + d, *ahead = next.v[p] + d;
+      for (int64_t k = 0; k < own / width; ++k) {
+        u32x16 column[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          column[n] = load<u32x16>(values + k * head_dim_ + n * kLanes);
+          __builtin_prefetch(ahead + k * head_dim_ + n * kLanes);
+        }
+        multiply<M, N>(weights + k * width, kChunk, column, acc);
+      }
       if (width == 2 && own % 2 != 0) {
-        last_key<M, N>(weights + own - 1, chunk.v[p] + d + own / 2 * head_dim_, acc);
+        last_key<M, N>(weights + own - 1, values + own / 2 * head_dim_, acc);
       }
     }
 #pragma GCC unroll 16
@@ -304,19 +304,15 @@ class Attention {
     }
   }
 
-  void fetch_keys(const Chunk& next, int from, int to) const {
-    for (int p = from; p < std::min(to, next.panels); ++p) {
-      for (int64_t k = 0; k < head_dim_ / Pair<T>::width; ++k) {
-        __builtin_prefetch(next.k[p] + k * rows_.block_size);
-      }
-    }
-  }
-
-  void fetch_values(const Chunk& next, int from, int to) const {
-    for (int p = from; p < std::min(to, next.panels); ++p) {
-      for (int64_t line = 0; line < head_dim_ / Pair<T>::width; ++line) {
-        __builtin_prefetch(next.v[p] + line * kLanes);
-      }
+  // acc[m][n] += lane of x's row m * column[n]
+  template <int M, int N>
+  static inline void multiply(const T* x, int64_t x_row, const u32x16 (&column)[N], f32x16 (&acc)[M][N]) {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      uint32_t lane;
+      std::memcpy(&lane, x + m * x_row, 4);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[m][n] = Pair<T>::dot(acc[m][n], column[n], fill(lane));
     }
   }
 
@@ -357,6 +353,7 @@ class Attention {
   const Rows& rows_;
   const Plan& plan_;
   const Unit& unit_;
+  const Unit* next_;
   const Task<T>& task_;
   const int64_t head_dim_, group_, count_;
   const float scale_;
@@ -365,6 +362,8 @@ class Attention {
   T* weights_;
   T* queries_;
   int32_t* position_;  // of each query row
+  Chunk chunks_[2];
+  int turn_ = 0;
 };
 
 // q: token t at q + t * q_stride, its query heads contiguous. window: the plan's; 0 for none. out [T, Hq * D].
@@ -373,7 +372,7 @@ void attend(const Rows& rows, const Plan& plan, const T* q, int64_t q_stride, co
             const T* v_arena, int64_t window, T* out) {
   const Task<T> task{q, q_stride, k_arena, v_arena, window, out};
   Threads::shared().run(plan.threads(), int64_t(plan.units().size()), [&](int64_t i) {
-    Attention<T>(rows, plan, plan.units()[i], task).run();
+    Attention<T>(rows, plan, plan.units()[i], plan.after(i), task).run();
   });
 }
 

@@ -36,13 +36,20 @@ struct Rows {
 // the same to the last bit whether one unit makes it or several, and whoever else is in the step.
 constexpr int64_t kSegment = 512;
 
-// Some query tokens of one KV head of a sequence against some segments of its keys.
+// Keys of which all scores are made before any value is read.
+constexpr int64_t kChunk = 64;
+static_assert(kSegment % kChunk == 0 && kChunk % kLanes == 0);
+
+// Some query tokens of one KV head of a sequence against some of its keys.
 struct Unit {
   int64_t row, sequence, head;
   int64_t token, tokens;  // [token, token + tokens) on the token axis
-  int64_t first, last;    // segments [first, last)
+  int64_t begin, end;     // keys; of a piece of a split, whole segments but for the first and the last one
   int64_t split;          // which of the plan's splits it is a piece of; -1: none
   int64_t cost;
+
+  int64_t first_segment() const { return begin / kSegment; }
+  int64_t segments() const { return (end + kSegment - 1) / kSegment - first_segment(); }
 };
 
 // Running sums of some query rows over some keys: e^score of each, relative to the best score so far.
@@ -63,7 +70,7 @@ struct Sums {
 
 // A unit that several threads share: pieces leave the sums of each segment, and the last one adds them up.
 struct Split {
-  int64_t first, last;  // segments
+  int64_t first, segments;
   int64_t rows, pieces;
   int64_t memory;  // floats before its own in the plan's
 };
@@ -87,6 +94,12 @@ class Plan {
   }
 
   const std::vector<Unit>& units() const { return units_; }
+
+  // The unit that a thread probably takes after the i-th.
+  const Unit* after(int64_t i) const {
+    const int64_t next = i + threads();
+    return next < int64_t(units_.size()) ? &units_[next] : nullptr;
+  }
   int threads() const { return total_ < kWorthAnother ? 1 : rows_.threads; }
   const Split& split(const Unit& unit) const { return splits_[unit.split]; }
 
@@ -120,8 +133,7 @@ class Plan {
         const int64_t seen = rows_.position(s, token) - window_ + 1;
         const int64_t start = window_ > 0 ? std::max<int64_t>(0, seen) : 0;
         const int64_t cost = (end - start) * (tokens * group + kReadCost);
-        units_.push_back({row, s, row - rows_.row_start[s], token, tokens, start / kSegment,
-                          (end + kSegment - 1) / kSegment, -1, cost});
+        units_.push_back({row, s, row - rows_.row_start[s], token, tokens, start / kChunk * kChunk, end, -1, cost});
       }
     }
   }
@@ -135,24 +147,23 @@ class Plan {
     std::vector<Unit> whole;
     whole.swap(units_);
     for (const Unit& unit : whole) {
-      const int64_t segments = unit.last - unit.first;
-      const int64_t pieces = std::min(segments, (unit.cost + fair - 1) / fair);
+      const int64_t pieces = std::min(unit.segments(), (unit.cost + fair - 1) / fair);
       pieces > 1 ? divide(unit, pieces) : units_.push_back(unit);
     }
   }
 
   void divide(const Unit& unit, int64_t pieces) {
-    const int64_t segments = unit.last - unit.first;
+    const int64_t segments = unit.segments(), first = unit.first_segment();
     const int64_t rows = unit.tokens * (rows_.q_heads / rows_.kv_heads(unit.sequence));
     for (int64_t piece = 0; piece < pieces; ++piece) {
       Unit part = unit;
-      part.first = unit.first + segments * piece / pieces;
-      part.last = unit.first + segments * (piece + 1) / pieces;
-      part.cost = unit.cost * (part.last - part.first) / segments;
+      part.begin = std::max(unit.begin, (first + segments * piece / pieces) * kSegment);
+      part.end = std::min(unit.end, (first + segments * (piece + 1) / pieces) * kSegment);
+      part.cost = unit.cost * (part.end - part.begin) / (unit.end - unit.begin);
       part.split = int64_t(splits_.size());
       units_.push_back(part);
     }
-    splits_.push_back({unit.first, unit.last, rows, pieces, floats_});
+    splits_.push_back({first, segments, rows, pieces, floats_});
     floats_ += segments * Sums::floats(rows, rows_.head_dim);
   }
 
