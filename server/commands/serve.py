@@ -35,7 +35,11 @@ def serve(options: ServeOptions) -> int:
     for room in ("headroom", "server", "model", "cache"):
         logging.getLogger(room).setLevel(options.log_level.upper())
     with contextlib.closing(bind(options.host, options.port)) as listener:
-        loaded = load_model(options.model, meanwhile=_import_http)
+        gc.disable()  # imports and weights make a million objects, all of which stay
+        try:
+            loaded = load_model(options.model, meanwhile=_import_http)
+        finally:
+            gc.enable()
         from server.commands.start_table import print_start_table
 
         print_start_table(loaded.name, loaded.facts, _warnings(options))
