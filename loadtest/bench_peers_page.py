@@ -56,10 +56,6 @@ def peers_block(found: Found) -> str:
         ),
         table(("server", "version", "command to ready", "rounds a workload"), _servers(found, seen)),
     ]
-    made += [
-        "",
-        table(("server", "version", "command to ready", "workloads, rounds"), _servers(found, seen)),
-    ][1:]
     made += [lines(note) for note in found.get("notes", ())]
     for over, how in _OVER.items():
         rows = _ratios(found, over)

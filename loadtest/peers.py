@@ -85,9 +85,9 @@ def _found(name: str, given: Path | None, folder: Path, known: Sequence[str]) ->
 
 
 def _llama_version(program: Path) -> str:
-    """Its build number, from a line such as `version: 11434 (abc)`."""
+    """What a line such as `version: 0.6.0-dev (build 0, commit abc)` says."""
     words = _said([str(program), "--version"]).split()
-    return f"b{words[words.index('version:') + 1]}" if "version:" in words else "unknown"
+    return words[words.index("version:") + 1] if "version:" in words else "unknown"
 
 
 def _said(command: Sequence[str]) -> str:
