@@ -317,5 +317,6 @@ def test_a_step_sends_as_much_whatever_the_prompt(small: Path, monkeypatch: pyte
         for length in (8, 200)
     }  # fmt: skip
     assert max(sent[200][0]) > 150, "the prompt's ids, once"
-    steady = [sizes for steps in sent.values() for sizes in steps[1:]]
+    assert sent[8][1] == sent[200][1], "the first step of one token is made from nothing"
+    steady = [sizes for steps in sent.values() for sizes in steps[2:]]
     assert all(sizes == steady[0] for sizes in steady)
