@@ -28,6 +28,7 @@ WRONG_WORDS = [
     (["--attention", " ,"], "name at least one mode"),
     (["--context", "0"], "'0' is not a whole number of at least 1"),
     (["--head-map", "median"], "invalid choice: 'median'"),
+    (["--weights", "int3"], "invalid choice: 'int3' (choose from"),
 ]
 
 
