@@ -35,6 +35,7 @@ from server.tools.compare.machine import commit, now
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = "loadtest/results/bench.json"
+OUT = "loadtest/out/bench"  # answers, until they are checked
 ALL = ("ceiling", "engine", "http", "mixed", "context", "queue", "quantised", "speculation", "check")
 
 
@@ -99,7 +100,7 @@ def child(words: Sequence[str], python: str = sys.executable) -> dict[str, Any]:
 def checked(folder: Path, files: dict[str, Path], most: int | None) -> dict[str, Any]:
     """The tallies of all answers in `files`. Raises BenchError."""
     if not files:
-        raise BenchError("no answers to check: the parts engine and http give them, in the same run")
+        raise BenchError("no answers to check: the parts engine and http give them")
     named = [f"{name}={path}" for name, path in files.items()]
     more = [] if most is None else ["--check", str(most)]
     return {"tallies": child(["loadtest.bench_check", "--model", str(folder), "--texts", *named, *more])}
@@ -162,8 +163,8 @@ def main() -> int:
             flags=tuple(shlex.split(options.serve)),
             result=result,
         )
-        texts = Path(folder) / "texts"
-        texts.mkdir()
+        texts = Path(folder) / "texts" if result == quick else ROOT / OUT
+        texts.mkdir(parents=True, exist_ok=True)
         failed = run(plan, texts)
         if result == quick and quick.exists():
             print(bench_page.own_block(json.loads(quick.read_text(encoding="utf-8"))))

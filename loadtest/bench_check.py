@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,26 +165,40 @@ def _judge_text(
 def check(
     oracle: Oracle, files: dict[str, dict[str, Any]], most: int | None
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """For each file and workload a Tally, as a dict. All files that have a workload must have its prompts."""
+    """For each file and workload a Tally, as a dict. What the reference says is shared by the same prompts."""
     tallies: dict[str, dict[str, Tally]] = {name: {} for name in files}
     for work in sorted({work for file in files.values() for work in file}):
         having = {name: file[work][:most] for name, file in files.items() if work in file}
-        prompts = [each["prompt"] for each in next(iter(having.values()))]
-        if any([each["prompt"] for each in said] != prompts[: len(said)] for said in having.values()):
-            raise ValueError(f"{work}: the files hold answers to different prompts")
-        truths = [[truth] for truth in oracle.truths(prompts)]
-        ended = [i for i, (truth,) in enumerate(truths) if oracle.ends & set(truth.ids)]
-        if ended:
-            others = oracle.truths([prompts[i] for i in ended], tuple(oracle.ends))
-            for i, other in zip(ended, others, strict=True):
-                truths[i].append(other)
-        near_tie = 2 * max(
-            oracle.error([*prompt, *truth[0].ids[:-1]])
-            for prompt, truth in list(zip(prompts, truths, strict=True))[:_ERROR_PROMPTS]
-        )
-        for name, said in having.items():
-            tallies[name][work] = _tally(said, truths, near_tie, oracle.decode)
+        for prompts, names in _by_prompts(having):
+            truths, near_tie = _reference(oracle, prompts)
+            for name in names:
+                tallies[name][work] = _tally(having[name], truths, near_tie, oracle.decode)
     return {name: {work: vars(tally) for work, tally in works.items()} for name, works in tallies.items()}
+
+
+def _by_prompts(having: Mapping[str, Sequence[dict[str, Any]]]) -> list[tuple[list[list[int]], list[str]]]:
+    """The different lists of prompts, each with the names of the files that have it."""
+    made: list[tuple[list[list[int]], list[str]]] = []
+    for name, said in having.items():
+        prompts = [each["prompt"] for each in said]
+        known = next((names for others, names in made if others == prompts), None)
+        if known is None:
+            made.append((prompts, [name]))
+        else:
+            known.append(name)
+    return made
+
+
+def _reference(oracle: Oracle, prompts: Sequence[Sequence[int]]) -> tuple[list[list[Truth]], float]:
+    """What may answer each prompt, and how near a near tie is."""
+    truths = [[truth] for truth in oracle.truths(prompts)]
+    ended = [i for i, (truth,) in enumerate(truths) if oracle.ends & set(truth.ids)]
+    if ended:
+        others = oracle.truths([prompts[i] for i in ended], tuple(oracle.ends))
+        for i, other in zip(ended, others, strict=True):
+            truths[i].append(other)
+    few = list(zip(prompts, truths, strict=True))[:_ERROR_PROMPTS]
+    return truths, 2 * max(oracle.error([*prompt, *truth[0].ids[:-1]]) for prompt, truth in few)
 
 
 def _tally(
