@@ -217,7 +217,8 @@ def _join(parts: _Parts, size: PoolSize, context: Context, matchers: MatcherSour
         q_heads=frame.config.num_heads,
         prefix_cache=frame.options.prefix_cache,
     )
-    runner = ModelRunner(parts.machinery.decoder, pool, parts.machinery.attention)
+    machinery = parts.machinery
+    runner = ModelRunner(machinery.decoder, pool, machinery.attention, machinery.cores)
     drafts = choose_speculation(frame.options.speculate)
     return Engine(
         runner, manager, parts.shape, frame.limits, context.by_mode, frame.options.debug, matchers, drafts

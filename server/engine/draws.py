@@ -33,6 +33,11 @@ class Draws:
     adjustments: Adjustments | None  # made to the logits before that; None if there are none
     scored: Wish | None  # the rows whose drawn tokens get a score; None if there are none
 
+    @property
+    def races(self) -> int:
+        """Rows that are not greedy."""
+        return 0 if self.sampling.rows is None else self.sampling.rows.shape[0]
+
 
 def how_to_draw(entries: Sequence[Scheduled], vocab: int, device: torch.device) -> Draws:
     """For the entries of a step that draw, in order: a row of `vocab` logits each, and one more for each of

@@ -16,6 +16,7 @@ from model.layers_native import native_layers
 from model.linear import LinearBackend
 from model.linear_choice import choose_linear_backend
 from model.loader import load_weights
+from model.native.cores import Cores
 from model.weights import ModelWeights
 from server.engine.errors import ConfigError
 from server.engine.kernels import NativeSource, choose_native
@@ -33,6 +34,7 @@ class Machinery:
     attention: AttentionBackend
     linear: LinearBackend  # of the checkpoint's weights
     own_linear: LinearBackend  # of what head maps fit, which is never quantised
+    cores: Cores
 
 
 def load_machinery(
@@ -61,7 +63,7 @@ def load_machinery(
         device, dtype, block_size=options.block_size, head_dim=config.head_dim, native=kernels
     )
     decoder = Decoder(config, loaded, device, max_position=longest, layers=layers)
-    return Machinery(decoder, attention, linear, own_linear)
+    return Machinery(decoder, attention, linear, own_linear, Cores(kernels))
 
 
 def check_weights(options: EngineOptions) -> None:

@@ -15,9 +15,12 @@ from model.adjust import adjust
 from model.attention.base import AttentionBackend
 from model.decoder import Decoder
 from model.logprobs import Scores, ScoreTensors, score, score_hidden
+from model.native.cores import Cores
 from model.sampler import sample
 from server.engine.batch import ForwardBatch, PromptWish, Shape, made_up_batch
 from server.engine.draws import Draws
+
+_MANY = 8  # rows that are not greedy: drawing them is work for several threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,11 @@ class Drawn:
 class ModelRunner:
     """Runs batches on one decoder over one pool; whose they are it does not know."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, backend: AttentionBackend) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, backend: AttentionBackend, cores: Cores) -> None:
         self._decoder = decoder
         self._pool = pool
         self._backend = backend
+        self._cores = cores
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies of shared tails, before anything of the step is written."""
@@ -48,6 +52,17 @@ class ModelRunner:
         Writes K and V of the step's tokens, to the same places if called again. Waits for the device, so that
         a fault of the step is raised here.
         """
+        with self._cores.lent():
+            logits, told = self._forward(batch)
+            if batch.draws is None or logits is None:
+                return Drawn(np.zeros(0, dtype=np.int64), prompt=told)
+            if batch.draws.races < _MANY:
+                return _drawn(logits, batch.draws, told)
+        return _drawn(logits, batch.draws, told)
+
+    def _forward(self, batch: ForwardBatch) -> tuple[Tensor | None, Scores | None]:
+        """The logits `[N, V]` to draw from, and the scores of prompts; if nothing is drawn, waits for the
+        device."""
         prompt, count = batch.prompt, len(batch.wanted)
         hidden = self._decoder.hidden(
             batch.ids,
@@ -60,9 +75,8 @@ class ModelRunner:
         told = None if prompt is None else self._score(hidden[count:], prompt)
         if batch.draws is None:
             batch.positions[:1].cpu()
-            return Drawn(np.zeros(0, dtype=np.int64), prompt=told)
-        ids, scores = _draw(self._decoder.logits(hidden[:count]), batch.draws)
-        return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host(), told)
+            return None, told
+        return self._decoder.logits(hidden[:count]), told
 
     def _score(self, hidden: Tensor, prompt: PromptWish) -> Scores:
         """hidden `[M, hidden]` -> the scores of the prompt's tokens; waits for the device."""
@@ -76,6 +90,12 @@ class ModelRunner:
             (variant.kv_heads, 1), self._pool.scratch_block, dtype=torch.int32, device=shape.device
         )
         self.run(made_up_batch(variant.name, 0, 1, 1, rows, shape))
+
+
+def _drawn(logits: Tensor, draws: Draws, told: Scores | None) -> Drawn:
+    """On the host; waits for the device."""
+    ids, scores = _draw(logits, draws)
+    return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host(), told)
 
 
 def _draw(logits: Tensor, draws: Draws) -> tuple[Tensor, ScoreTensors | None]:

@@ -46,7 +46,10 @@ auto by_dtype(at::ScalarType dtype, const Work& work) {
   return work(float{});
 }
 
-int threads() { return at::get_num_threads(); }
+// How many threads the kernels use: those lent to the caller's thread, or as many as PyTorch would.
+thread_local int64_t lent = 0;
+void lend_threads(int64_t count) { lent = count; }
+int threads() { return lent > 0 ? int(lent) : at::get_num_threads(); }
 
 // A weight in panels (linear.h), with its bias in fp32, padded as the panels are. With scales, the panels are
 // int32 lanes of codes (quantised.h), and it takes bfloat16 inputs.
@@ -313,6 +316,7 @@ TORCH_LIBRARY(HEADROOM_NAMESPACE, m) {
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, at::Tensor>())
       .def("add", &Layers::add)
       .def("run", &Layers::run);
+  m.def("lend_threads", &kernels::lend_threads);
   m.def("to_panels", &kernels::to_panels_op);
   m.def("linear", &kernels::linear_op);
   m.def("gated_linear", &kernels::gated_linear_op);
