@@ -165,7 +165,7 @@ def _judge_text(
 def check(
     oracle: Oracle, files: dict[str, dict[str, Any]], most: int | None
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """For each file and workload a Tally, as a dict. What the reference says is shared by the same prompts."""
+    """For each file and workload a Tally, as a dict. What the reference says of a prompt is shared."""
     tallies: dict[str, dict[str, Tally]] = {name: {} for name in files}
     for work in sorted({work for file in files.values() for work in file}):
         having = {name: file[work][:most] for name, file in files.items() if work in file}
