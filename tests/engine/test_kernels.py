@@ -1,0 +1,69 @@
+"""Which operators an engine gets, and what it is told where it gets none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.native.library import NativeLibrary, NativeUnavailable
+from server.engine import kernels
+from server.engine.build import build_engine
+from server.engine.kernels import choose_native, native_source
+from server.engine.options import EngineOptions
+
+CPU = torch.device("cpu")
+LIBRARY = NativeLibrary(Path("/some/where.so"), "headroom", "compiled for this CPU")
+
+
+class Told:
+    """A Progress that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.labels: list[str] = []
+
+    def start(self, label: str, total: int | None) -> None:
+        self.labels.append(label)
+
+    def update(self, done: int) -> None:
+        raise AssertionError("a compiler does not say how far it is")
+
+
+def test_the_choice() -> None:
+    def never() -> NativeLibrary:
+        raise AssertionError("compiled for nothing")
+
+    assert choose_native("torch", CPU, never) == "PyTorch's own, as asked"
+    assert choose_native("auto", torch.device("cuda"), never) == "native operators are for CPUs, this is cuda"
+    assert choose_native("auto", CPU, None) == "no native operators were given"
+    assert choose_native("auto", CPU, lambda: LIBRARY) is LIBRARY
+
+
+def test_it_looks_once_and_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What failed is not tried again for the next engine of this run."""
+    calls: list[tuple[Path, str | None]] = []
+
+    def fail(cache: Path, recipe: kernels.Recipe, *, say: object) -> NativeLibrary:
+        calls.append((cache, recipe.compiler))
+        assert callable(say)
+        say("compiling")
+        raise NativeUnavailable("no C++ compiler (g++ or clang++)")
+
+    monkeypatch.setattr(kernels, "load_native", fail)
+    told = Told()
+    source = native_source(tmp_path, told, "clang++")
+    assert calls == []
+    for _ in range(2):
+        assert source() == "no native operators: no C++ compiler (g++ or clang++)"
+    assert (calls, told.labels) == ([(tmp_path, "clang++")], ["compiling"])
+
+
+@pytest.mark.parametrize("asked", ["torch", "auto"])
+def test_the_reason_is_among_the_facts(tiny_served: Path, asked: str) -> None:
+    """Where the operators are missing, PyTorch computes, and says why."""
+    options = EngineOptions(device="cpu", dtype="bfloat16", kv_memory=1 << 20, kernels=asked)
+    _, facts = build_engine(options, tiny_served, native=lambda: "no native operators: none today")
+    why = {"torch": "as asked", "auto": "none today"}[asked]
+    assert (facts.attention_backend, why in facts.attention_reason) == ("reference", True), facts
+    assert facts.linear_backend != "native"
