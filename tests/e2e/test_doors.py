@@ -154,9 +154,9 @@ def hurried(tiny_served: Path) -> Iterator[RunningServer]:
 
 
 def test_a_deadline_frees_the_blocks(hurried: RunningServer) -> None:
-    """Four that run, begun as streams or not, and eight that wait: all end at their time, and the next is
-    served. 32 choices of 400 tokens, four at a time, take far more than 0.4 s."""
-    much = {**LONG, "n": 8}
+    """Four that run, begun as streams or not, and many that wait: all end at their time, and the next is
+    served. 256 choices of 400 tokens, four at a time, take far more than 0.4 s."""
+    much = {**LONG, "n": 64}
     outcomes: list[tuple[int, str | None]] = []
 
     def ask(stream: bool) -> None:
