@@ -198,9 +198,7 @@ def test_no_compiler(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiler_that_fails_says_its_first_error(rig: Rig) -> None:
-    rig.work(
-        "echo 'note: c10::Error' >&2; echo 'ops.cpp:1:1: error: what is this' >&2; echo error: more >&2; exit 1"
-    )
+    rig.work("echo 'note: c10::Error' >&2; echo 'ops.cpp:1:1: error: what is this\nerror: more' >&2; exit 1")
     assert rig.refused() == "compiling failed (ops.cpp:1:1: error: what is this)"
     assert [path.name for path in (rig.cache / "native").iterdir()] == [".lock"]
     rig.work("")  # mended: the next start makes it
