@@ -104,8 +104,6 @@ def _http(found: Found, parts: Found) -> str:
 
 
 def _quantised(found: Found, parts: Found) -> str:
-    if "missing" in found:
-        return ""
     names = list(next(iter(found["rows"].values()))["rows"])
     rows = [
         (
@@ -128,8 +126,6 @@ def _quantised(found: Found, parts: Found) -> str:
 
 
 def _speculation(found: Found, parts: Found) -> str:
-    if "missing" in found:
-        return ""
     rows = []
     for name, kinds in found["rows"].items():
         off, on = kinds["off"], kinds["ngram"]

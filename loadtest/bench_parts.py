@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Setup:
     seed: int
     requests: int | None = None
     works: tuple[str, ...] = tuple(WORKLOADS)  # of the part `engine`
+    weights: str = "none"  # of the part `engine`, as --weights has them
 
     @property
     def config(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def measured_ceiling(setup: Setup) -> Found:
 
 def engine_part(setup: Setup) -> Found:
     """All workloads in process, with the bytes and operations that they take."""
-    engine, facts = _warm(setup)
+    engine, facts = _warm(setup, weights=setup.weights)
     cost = model_cost(setup.config, _ITEMSIZE[facts.dtype])
     rows, texts = {}, {}
     for work in few([WORKLOADS[name] for name in setup.works], setup.requests):
@@ -142,8 +143,6 @@ def queue_part(setup: Setup) -> Found:
 
 def quantised_part(setup: Setup) -> Found:
     """Decoding with each kind of weights, and the perplexity that it has."""
-    if "weights" not in {field.name for field in fields(EngineOptions)}:
-        return {"missing": "this version has no --weights"}, {}
     rows: dict[str, Any] = {}
     for kind in QUANTISED:
         engine, facts = _warm(setup, weights=kind)
@@ -161,8 +160,7 @@ def _perplexity(folder: Path, kind: str) -> dict[str, Any]:
     from server.text.tokenizer import Tokenizer
     from server.tools.quality import WINDOW, measure_quality, shipped_text
 
-    changed: Any = {"weights": kind}
-    options = replace(EngineOptions(), **changed)
+    options = EngineOptions(weights=kind)
     text = shipped_text(Tokenizer.from_folder(folder), WINDOW)
     (found,) = measure_quality(load_scoring(options, folder, WINDOW, native=kernels()), [text])
     return {"perplexity": found.perplexity, "text": found.text, "positions": found.positions}
@@ -170,8 +168,6 @@ def _perplexity(folder: Path, kind: str) -> dict[str, Any]:
 
 def speculation_part(setup: Setup) -> Found:
     """A repetitive workload without and with n-gram speculation."""
-    if "speculate" not in {field.name for field in fields(EngineOptions)}:
-        return {"missing": "this version has no --speculate"}, {}
     rows: dict[str, Any] = {}
     for kind in ("off", "ngram"):
         engine, facts = _warm(setup, speculate=kind)
@@ -266,11 +262,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--weights", default="none")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--texts", type=Path)
     options = parser.parse_args()
     works = tuple(options.workloads.split(","))
-    setup = Setup(folder_of(options.model), options.seed, options.requests, works)
+    setup = Setup(folder_of(options.model), options.seed, options.requests, works, options.weights)
     try:
         found, texts = PARTS[options.part](setup)
     except BenchError as error:

@@ -15,6 +15,7 @@ import json
 import os
 import random
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ from server.tools.compare.machine import commit, now
 RESULT = bench_page.PEERS
 OUT = "loadtest/out/peers"  # answers, until they are checked
 ONCE = "llama:decode16,llama:decode64,llama:prefill,llama:long8,llama:prefix"
+
+LIMITED = {"int4": ("decode1",), "q4": ("decode1",)}  # workloads, where not all are run
 
 Found = tuple[dict[str, Any], dict[str, Any]]  # a server's entry, and its answers
 
@@ -88,12 +91,49 @@ def openvino(plan: Plan, names: Sequence[str], seed: int) -> Found:
     return found | {"over": "engine"}, texts
 
 
+def int4(plan: Plan, names: Sequence[str], seed: int) -> Found:
+    """Our engine with weights in 4 bits; its answers are another model's, and are not checked."""
+    words = ["loadtest.bench_parts", "engine", "--model", plan.model, "--weights", "int4"]
+    found, _ = _child(words, plan, names, seed)
+    return {"version": __version__, "over": "quantised", "rows": found["rows"]}, {}
+
+
+def q4(plan: Plan, names: Sequence[str], seed: int) -> Found:
+    """llama.cpp's own benchmark, which decodes 128 tokens after nothing, four times. Raises BenchError."""
+    program, weights, version = peers.llama_bench(plan.places)
+    threads = str(len(os.sched_getaffinity(0)))
+    command = [
+        str(program),
+        "-m",
+        str(weights),
+        "-p",
+        "0",
+        "-n",
+        "128",
+        "-r",
+        "4",
+        "-t",
+        threads,
+        "-o",
+        "json",
+    ]
+    done = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise BenchError(f"llama-bench ended with code {done.returncode}: {done.stderr[-300:]}")
+    rate = float(json.loads(done.stdout)[0]["avg_ts"])
+    figures = {"requests": 4, "concurrency": 1, "prompt": 0, "output": 128, "out_tok_s": rate}
+    unknown = dict.fromkeys(("ttft_p50", "ttft_p99", "itl_p50", "itl_p99"), float("nan"))
+    return {"version": version, "over": "quantised", "rows": {"decode1": figures | unknown}}, {}
+
+
 SERVERS: dict[str, tuple[str, Callable[[Plan, Sequence[str], int], Found]]] = {
     "headroom": (OURS["http"], headroom),
     "vllm": ("vLLM", vllm),
     "llama": ("llama.cpp", llama),
     "engine": (OURS["engine"], engine),
     "openvino": ("OpenVINO", openvino),
+    "int4": (OURS["quantised"], int4),
+    "q4": ("llama.cpp, Q4_0", q4),
 }  # what they are called on the command line, and on the page
 
 
@@ -152,7 +192,9 @@ def measure(plan: Plan, keep: Record, options: argparse.Namespace) -> None:
         for short in order:
             name, ask = SERVERS[short]
             works = [
-                work for work in options.workloads.split(",") if not number or f"{short}:{work}" not in once
+                work
+                for work in options.workloads.split(",")
+                if f"{short}:{work}" not in (once if number else ()) and work in LIMITED.get(short, (work,))
             ]
             if name in this["peers"] or not works:
                 continue

