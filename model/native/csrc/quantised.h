@@ -134,7 +134,7 @@ void quantised_tile(const QuantisedPanels<Codes>& w, const bf16* x, const float*
   for (int m = 0; m < M; ++m) out[m * step] = total[m] * Codes::unit;
 }
 
-// Tokens of a tile: two sums of each stay in registers, beside the codes.
+// Most tokens that codes are taken apart for on the way: two sums of each stay in registers, beside the codes.
 #if defined(__AVX512F__)
 constexpr int kQuantisedRows = 12;
 #else
@@ -158,6 +158,79 @@ void quantised_panels(const QuantisedPanels<Codes>& w, const bf16* x, const floa
   }
 }
 
+// One group of N panels as pairs of bfloat16: out [N, 16 pairs, 16]. That of the next N is brought nearer, as
+// long as it takes until it is wanted.
+template <int N, class Codes>
+inline void expand(const QuantisedPanels<Codes>& w, int64_t first, int64_t group, uint32_t* out) {
+  constexpr int64_t loads = QuantisedPanels<Codes>::loads;
+  for (int n = 0; n < N; ++n) {
+    const uint32_t* codes = w.panel(first + n) + group * loads * kLanes;
+    const uint32_t* ahead = codes + w.groups() * loads * kLanes * N;
+    __builtin_prefetch(w.scales_of(first + n + N) + group * QuantisedPanels<Codes>::lines * kLanes, 0, 2);
+    for (int64_t l = 0; l < loads; ++l, codes += kLanes, ahead += kLanes) {
+      __builtin_prefetch(ahead, 0, 2);
+      u32x16 column[Codes::pairs];
+      Codes::split(load<u32x16>(codes), column);
+#pragma GCC unroll 4
+      for (int p = 0; p < Codes::pairs; ++p, out += kLanes) store(out, column[p]);
+    }
+  }
+}
+
+// M tokens against one expanded group of N panels: total[m] += scale * sums + middle * inputs' sum.
+template <int M, int N, class Codes>
+void group_tile(const QuantisedPanels<Codes>& w, const bf16* x, const float* sums, int64_t first, int64_t group,
+                const uint32_t* expanded, f32x16 (*total)[N]) {
+  f32x16 acc[M][N] = {};
+  tile<M, N, bf16>(x + group * kGroup, w.inputs, expanded, kGroupPairs * kLanes, kLanes, kGroupPairs, acc);
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    const bf16* scales = w.scales_of(first + n) + group * QuantisedPanels<Codes>::lines * kLanes;
+    const f32x16 scale = load_floats(scales);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) total[m][n] += scale * acc[m][n];
+    if constexpr (Codes::has_middle) {
+      const f32x16 middle = load_floats(scales + kLanes);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) total[m][n] += middle * sums[m * w.groups() + group];
+    }
+  }
+}
+
+constexpr int64_t kExpandedTokens = 64;  // whose totals, with one expanded group, stay in the first cache
+
+// As `quantised_panels`, for many tokens: each group is taken apart once for all of them.
+template <int N, class Codes, class Finish>
+void expanded_panels(const QuantisedPanels<Codes>& w, const bf16* x, const float* sums, int64_t tokens,
+                     int64_t first, const Finish& finish) {
+  constexpr auto tiles_of = []<int... Less>(std::integer_sequence<int, Less...>) {
+    return std::array{&group_tile<Less + 1, N, Codes>...};
+  };
+  static constexpr auto tile_of_rows = tiles_of(std::make_integer_sequence<int, kTileRows>());
+  alignas(64) uint32_t expanded[N * kGroupPairs * kLanes];
+  f32x16 total[kExpandedTokens][N];
+  const int64_t blocks = (tokens + kExpandedTokens - 1) / kExpandedTokens;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t begin = tokens * b / blocks, rows = tokens * (b + 1) / blocks - begin;
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int n = 0; n < N; ++n) total[m][n] = f32x16{};
+    }
+    for (int64_t g = 0; g < w.groups(); ++g) {
+      expand<N>(w, first, g, expanded);
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t row = rows * t / tiles, token = begin + row;
+        tile_of_rows[rows * (t + 1) / tiles - row - 1](w, x + token * w.inputs, sums + token * w.groups(), first, g,
+                                                       expanded, total + row);
+      }
+    }
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int n = 0; n < N; ++n) total[m][n] *= Codes::unit;
+      finish(begin + m, first, total[m], std::integral_constant<int, N>());
+    }
+  }
+}
+
 // Every token against every panel, as `multiply` of linear.h.
 template <class Codes, class Finish>
 void multiply(const QuantisedPanels<Codes>& w, const bf16* x, int64_t tokens, int threads, const Finish& finish) {
@@ -167,6 +240,11 @@ void multiply(const QuantisedPanels<Codes>& w, const bf16* x, int64_t tokens, in
   Threads::shared().run(threads, (count + chunk - 1) / chunk, [&](int64_t index) {
     const int64_t end = std::min(count, (index + 1) * chunk);
     int64_t panel = index * chunk;
+    if (tokens > kQuantisedRows) {
+      for (; panel + kTilePanels <= end; panel += kTilePanels) {
+        expanded_panels<kTilePanels>(w, x, sums.data(), tokens, panel, finish);
+      }
+    }
     for (; panel + 2 <= end; panel += 2) quantised_panels<2>(w, x, sums.data(), tokens, panel, finish);
     if (panel < end) quantised_panels<1>(w, x, sums.data(), tokens, panel, finish);
   });
