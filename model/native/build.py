@@ -100,7 +100,7 @@ def key_of(recipe: Recipe, target: Target) -> str:
             data = path.read_bytes()
             digest.update(f"{path.name} {len(data)}\n".encode() + data)
     except OSError as error:
-        raise NativeUnavailable(f"its sources cannot be read ({error.strerror})") from error
+        raise NativeUnavailable(f"its sources cannot be read: {error.strerror}") from error
     for part in (torch.__version__, platform.machine(), _libc(), *_flags(recipe, target)):
         digest.update(f"{part}\n".encode())
     if target.name == "native":
@@ -130,7 +130,7 @@ def build(
             publish_file(path, write)
             _forget(path)
     except OSError as error:
-        raise NativeUnavailable(f"{path.parent} cannot be written ({error.strerror})") from error
+        raise NativeUnavailable(f"{path.parent} cannot be written: {error.strerror}") from error
 
 
 def prebuild(recipe: Recipe, folder: Path = PREBUILT, say: Callable[[str], None] = _silent) -> Sequence[Path]:
@@ -145,7 +145,7 @@ def prebuild(recipe: Recipe, folder: Path = PREBUILT, say: Callable[[str], None]
     try:
         folder.mkdir(mode=0o755, exist_ok=True)
     except OSError as error:
-        raise NativeUnavailable(f"{folder} cannot be made ({error.strerror})") from error
+        raise NativeUnavailable(f"{folder} cannot be made: {error.strerror}") from error
     for target in PORTABLE:
         path = folder / file_name(recipe.namespace, key_of(recipe, target))
         build(path, recipe, target, compiler, say)

@@ -29,7 +29,7 @@ def find_compiler(asked: str | None) -> list[str]:
         found = shutil.which(name)
         if found is not None:
             return [found, *words[1:]]
-    what = f"no C++ compiler {words[0]!r}" if words else "no C++ compiler (g++ or clang++)"
+    what = f"no C++ compiler {words[0]!r}" if words else "no C++ compiler, g++ or clang++"
     raise NativeUnavailable(what)
 
 
@@ -61,7 +61,7 @@ def _run(command: Sequence[str], seconds: float) -> None:
             start_new_session=True,
         )
     except OSError as error:
-        raise NativeUnavailable(f"the compiler cannot be started ({error.strerror})") from error
+        raise NativeUnavailable(f"the compiler cannot be started: {error.strerror}") from error
     with process:
         try:
             said = process.communicate(timeout=seconds)[1]
@@ -71,7 +71,7 @@ def _run(command: Sequence[str], seconds: float) -> None:
                 raise NativeUnavailable(f"compiling took more than {seconds:.0f} s") from error
             raise
     if process.returncode:
-        raise NativeUnavailable(f"compiling failed ({_complaint(said, process.returncode)})")
+        raise NativeUnavailable(f"compiling failed: {_complaint(said, process.returncode)}")
 
 
 def _complaint(said: str, code: int) -> str:

@@ -37,7 +37,7 @@ def load(path: Path, namespace: str, about: str) -> NativeLibrary:
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:
-        raise NativeUnavailable(f"{path.name} cannot be loaded ({_first_line(error)})") from error
+        raise NativeUnavailable(f"{path.name} cannot be loaded: {_first_line(error)}") from error
     return NativeLibrary(path, namespace, about)
 
 

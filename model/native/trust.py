@@ -34,7 +34,7 @@ def make_folder(folder: Path) -> None:
         folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise NativeUnavailable(f"{folder} cannot be made ({error.strerror})") from error
+        raise NativeUnavailable(f"{folder} cannot be made: {error.strerror}") from error
     check_folder(folder)
 
 
@@ -54,8 +54,8 @@ def _check(path: Path, status: os.stat_result, forbidden: int, root: bool = Fals
         raise NativeUnavailable(f"{path} belongs to another user, whose code is not loaded")
     if status.st_mode & forbidden:
         raise NativeUnavailable(
-            f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}), whose code is not "
-            f"loaded: chmod go-w"
+            f"{path} can be written by others, mode {stat.S_IMODE(status.st_mode):o}: their code is not "
+            f"loaded; chmod go-w"
         )
 
 
@@ -65,4 +65,4 @@ def _look(path: Path, follow: bool = False) -> os.stat_result | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise NativeUnavailable(f"{path} cannot be read ({error.strerror})") from error
+        raise NativeUnavailable(f"{path} cannot be read: {error.strerror}") from error

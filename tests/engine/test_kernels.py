@@ -48,14 +48,14 @@ def test_it_looks_once_and_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_pat
         calls.append((cache, recipe.compiler))
         assert callable(say)
         say("compiling")
-        raise NativeUnavailable("no C++ compiler (g++ or clang++)")
+        raise NativeUnavailable("no C++ compiler, g++ or clang++")
 
     monkeypatch.setattr(kernels, "load_native", fail)
     told = Told()
     source = native_source(tmp_path, told, "clang++")
     assert calls == []
     for _ in range(2):
-        assert source() == "no native operators: no C++ compiler (g++ or clang++)"
+        assert source() == "no native operators: no C++ compiler, g++ or clang++"
     assert (calls, told.labels) == ([(tmp_path, "clang++")], ["compiling"])
 
 
