@@ -37,8 +37,11 @@ def compile_library(
     compiler: Sequence[str], source: Path, library: Path, flags: Sequence[str], seconds: float
 ) -> None:
     """Compile and link `source` against this PyTorch into `library`. Raises NativeUnavailable."""
-    # Half of a second's import, which a start with the library in the cache does without.
-    from torch.utils.cpp_extension import include_paths, library_paths
+    # Imported here, as a start with the library in the cache does without; it wants setuptools.
+    try:
+        from torch.utils.cpp_extension import include_paths, library_paths
+    except ImportError as error:
+        raise NativeUnavailable(f"PyTorch's build tools cannot be imported: {error}") from error
 
     includes = [word for path in include_paths() for word in ("-isystem", path)]
     libraries = [f"-L{path}" for path in library_paths()]

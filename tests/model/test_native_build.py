@@ -238,6 +238,11 @@ def test_sources_that_change_while_they_are_compiled(rig: Rig) -> None:
     assert not list((rig.cache / "native").glob("*.so*"))
 
 
+def test_without_pytorchs_build_tools(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
+    assert "build tools cannot be imported" in rig.refused()
+
+
 def test_a_broken_library_is_made_again(rig: Rig) -> None:
     recipe = rig.recipe()
     path = rig.cache / "native" / f"{rig.name}-{key_of(recipe, recipe.target())}.so"
