@@ -8,6 +8,7 @@ volume) is not claimed.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -71,6 +72,14 @@ def test_no_model_is_baked_in() -> None:
     assert [volume.rest for volume in FINAL.of("VOLUME")] == [cache[0].partition("=")[2]]
 
 
+def test_the_kernels_are_compiled_by_the_stage_that_has_a_compiler() -> None:
+    commands = [run.rest for run in BUILD.of("RUN")]
+    (compiles,) = (number for number, words in enumerate(commands) if "kernels --portable" in words)
+    assert "g++" in commands[0]
+    assert commands[compiles - 1].endswith("pip install -c constraints.txt .")
+    assert not any("g++" in run.rest for run in FINAL.of("RUN"))
+
+
 def test_everything_it_copies_is_there_and_not_ignored() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for copy in BUILD.of("COPY"):
@@ -102,6 +111,8 @@ def test_its_install_and_entrypoint_work_in_a_clean_environment(tmp_path: Path, 
     top = set(os.listdir(_site_packages(venv)))
     assert {"server", "model", "cache"} <= top
     assert not {"tests", "loadtest", "docs"} & top
+    prebuilt = list((_site_packages(venv) / "model/native/prebuilt").glob("*.so"))
+    assert len(prebuilt) == (2 if platform.machine() == "x86_64" else 0)
 
     port = str(free_port())
     environment |= {"PATH": f"{venv / 'bin'}:{environment['PATH']}"}
