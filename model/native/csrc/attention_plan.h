@@ -55,7 +55,7 @@ struct Unit {
 // Running sums of some query rows over some keys: e^score of each, relative to the best score so far.
 struct Sums {
   float* out;    // [rows, D] of e^score * value
-  float* total;  // [rows, 16] of e^score, by lane
+  float* total;  // [rows, 16] of e^score, by lane of a register
   float* best;   // [rows rounded up to 16]
 
   static int64_t rounded(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }
