@@ -12,11 +12,12 @@ from model.linear_quantised import QuantisedBackend
 from model.linear_quantised_native import NativeQuantisedBackend, choose_quantised_backend, to_code_panels
 from model.native.library import NativeLibrary
 from model.quantise import Bits, quantise
-from tests.support.native import native
+from tests.support.native import avx2, native
 
 CPU = torch.device("cpu")
 BITS: tuple[Bits, ...] = (4, 8)
-KINDS = ("torch", "native")
+BUILDS = {"native": native, "avx2": avx2}
+KINDS = ("torch", *BUILDS)
 # [out, in]: whole, ragged in outputs, in inputs, in both, and smaller than one panel and one group.
 SHAPES = ((960, 576), (33, 64), (32, 257), (101, 50), (1, 1), (3, 32))
 
@@ -24,7 +25,7 @@ SHAPES = ((960, 576), (33, 64), (32, 257), (101, 50), (1, 1), (3, 32))
 def backend(kind: str, bits: Bits) -> LinearBackend:
     if kind == "torch":
         return QuantisedBackend(bits, reason="test")
-    library = native()
+    library = BUILDS[kind]()
     if isinstance(library, str):
         pytest.skip(library)
     return NativeQuantisedBackend(bits, library, reason="test")
@@ -63,13 +64,14 @@ def test_a_product_is_that_of_the_codes(kind: str, bits: Bits, out: int, into: i
         assert bool(((narrow.double() - expected).abs() <= allowed).all())
 
 
+@pytest.mark.parametrize("kind", BUILDS)
 @pytest.mark.parametrize("bits", BITS)
-def test_a_row_is_the_same_in_any_batch(bits: Bits) -> None:
+def test_a_row_is_the_same_in_any_batch(kind: str, bits: Bits) -> None:
     """To the bit, in C++: a weight's codes and the order of sums do not depend on who else is there."""
-    weight, x = draw(96, 288), draw(40, 288)
-    linear = backend("native", bits).pack(weight, None)
+    weight, x = draw(112, 288), draw(150, 288)
+    linear = backend(kind, bits).pack(weight, None)
     alone = torch.cat([linear.fp32(row.unsqueeze(0)) for row in x])
-    for rows in (2, 7, 12, 13, 40):
+    for rows in (2, 7, 12, 13, 40, 64, 65, 150):
         assert torch.equal(linear.fp32(x[:rows]), alone[:rows])
 
 
