@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import resource
 import socket
@@ -150,6 +151,19 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (options.allowed_hosts, options.cors_origins) == (("a", "b"), ("https://x",))
     assert (options.max_queued, options.grace, options.log_level) == (5, 1.5, "debug")
     assert "k1" not in repr(options)
+
+
+def test_pytorchs_idle_threads_do_not_spin_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    served(monkeypatch, OMP_WAIT_POLICY="active")
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    served(monkeypatch)
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    served(monkeypatch, GOMP_SPINCOUNT="7")
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
 
 
 def test_debug_recounts_and_tells_everything(monkeypatch: pytest.MonkeyPatch) -> None:
