@@ -25,15 +25,16 @@ def truth(gaps: Sequence[float]) -> Truth:
 
 
 def spell(ids: Sequence[int]) -> str:
-    """a, b, c for the best ids, A, B, C for the second, a digit for others; every fifth id spells nothing."""
+    """a, b, c for the best ids, A, B, C for the second, a digit for others; id 4 spells nothing."""
     kinds = (str.lower, str.upper, lambda letter: str(ord(letter) % 10))
-    return "".join(kinds[i // SECOND](LETTERS[i % SECOND]) for i in ids if i % 5 != 4)
+    return "".join(kinds[i // SECOND](LETTERS[i % SECOND]) for i in ids if i != 4)
 
 
 def said(ids: Sequence[int], text: bool) -> dict[str, Any]:
     return {"ids": [] if text else list(ids), "text": spell(ids) if text else None, "tokens": len(ids)}
 
 
+TIE_AT_4 = [3.0, 3.0, 3.0, 3.0, 0.5, 3.0, 3.0, 3.0]  # between an id that spells nothing and one that does
 WIDE, TIE_AT_3 = [3.0] * 8, [3.0, 3.0, 3.0, 0.5, 3.0, 3.0, 3.0, 3.0]
 
 
@@ -43,6 +44,7 @@ WIDE, TIE_AT_3 = [3.0] * 8, [3.0, 3.0, 3.0, 0.5, 3.0, 3.0, 3.0, 3.0]
     [
         (range(8), WIDE, ("equal", 8)),
         ([0, 1, 2, 3 + SECOND, 77, 78, 79, 80], TIE_AT_3, ("near_ties", 3)),
+        ([0, 1, 2, 3, 4 + SECOND, 77, 78, 79], TIE_AT_4, ("near_ties", 4)),
         ([0, 1, 2, 3 + SECOND, 5, 6, 7, 8], WIDE, ("wrong", 3)),
         ([0, 1, 2, 3 + 2 * SECOND, 5, 6, 7, 8], TIE_AT_3, ("wrong", 3)),
         ([0, 1, 2, 3, 4, 5 + SECOND, 6, 7], TIE_AT_3, ("wrong", 5)),
