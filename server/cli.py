@@ -77,9 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal cannot show
-    if "OMP_WAIT_POLICY" not in os.environ:
-        # PyTorch's idle threads would spin for milliseconds after each operator, on cores that others need.
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # Without a handler, the first process of a container would ignore SIGTERM.
     signal.signal(signal.SIGTERM, _terminated)
     try:

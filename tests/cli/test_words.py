@@ -153,17 +153,13 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "k1" not in repr(options)
 
 
-def test_pytorchs_idle_threads_do_not_spin_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that it is put back
-        monkeypatch.delenv(name)
-    served(monkeypatch, OMP_WAIT_POLICY="active")
-    assert "GOMP_SPINCOUNT" not in os.environ
+def test_pytorchs_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that it is put back
     monkeypatch.delenv("OMP_WAIT_POLICY")
     served(monkeypatch)
-    assert os.environ["GOMP_SPINCOUNT"] == "1000"
-    served(monkeypatch, GOMP_SPINCOUNT="7")
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    served(monkeypatch, OMP_WAIT_POLICY="ACTIVE")
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_debug_recounts_and_tells_everything(monkeypatch: pytest.MonkeyPatch) -> None:
