@@ -172,7 +172,7 @@ class Engine:
         self._manager.upload()
         begin = time.perf_counter()
         outcomes = self._attempts.run(plan.entries)
-        if self._speculation is not None:
+        if self._speculation is not None and self._counters.steps > 0:  # the first one only warms up
             self._speculation.cost.note(
                 sum(entry.tokens for entry in plan.entries), time.perf_counter() - begin
             )

@@ -23,6 +23,7 @@ LONGEST = 8
 """Drafts of one sequence in one step."""
 
 _SHARE = 0.02  # a row costs at least this share of a step, however flat its time: its draw, its table entry
+_MARGIN = 1.1  # it must bring so much more than it costs, as both are estimates
 _PAUSE = 32  # steps without drafts after which a sequence that says nothing old is tried once more
 
 
@@ -43,49 +44,74 @@ class Speculation:
     def __init__(self, cost: StepCost | None = None, source: Callable[[], Source] = NGrams) -> None:
         self.cost = cost or StepCost()
         self._source = source
+        self._since = 0  # steps since a draft was last tried that did not seem to pay
 
     def propose(self, decoding: list[Sequence], tokens: int, room: int) -> list[tuple[Sequence, list[int]]]:
         """Drafts for some of the `decoding` sequences of a step that has `tokens` tokens without them, and
         room for so many more. Whose K and V they are to become is the caller's care."""
-        if room < 1 or not decoding or not self._pays(1.0, tokens, float(tokens)):
+        if room < 1 or not decoding:
             return []
+        self._since += 1
+        due = self._since >= _PAUSE and self.cost.is_usually_flat(tokens)
+        if not self._pays(1.0, tokens, float(tokens)):
+            return self._trial(decoding) if due else []
         found = [guess for sequence in decoding if (guess := self._guess(sequence, tokens)) is not None]
-        return self._share_out(found, tokens, room)
+        return self._share_out(found, tokens, room, due)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """What became of a sequence's drafts."""
         if sequence.drafting is not None:
             sequence.drafting.learn(drafted, accepted)
 
+    def _trial(self, decoding: list[Sequence]) -> list[tuple[Sequence, list[int]]]:
+        """One draft against what is known of costs, or a step that was slow once would settle them."""
+        for sequence in decoding:
+            if draftable(sequence) > 0 and (drafts := self._follow(sequence, self._drafting(sequence), 1)):
+                self._since = 0
+                return [(sequence, drafts)]
+        return []
+
+    def _drafting(self, sequence: Sequence) -> Drafting:
+        if sequence.drafting is None:
+            sequence.drafting = Drafting(self._source())
+        return sequence.drafting
+
+    def _follow(self, sequence: Sequence, drafting: Drafting, most: int) -> list[int]:
+        """What the source says, up to a stop: nothing is said after that, and it is drawn without a draft."""
+        drafts = drafting.source.follow(sequence.chain.tokens, most)
+        stops = sequence.work.request.stop_ids
+        return drafts[: next((at for at, token in enumerate(drafts) if token in stops), len(drafts))]
+
     def _guess(self, sequence: Sequence, tokens: int) -> _Guess | None:
         """What it may say next, if a first draft of it is worth its row, or is due to be tried again."""
         most = min(LONGEST, draftable(sequence))
         if most < 1:
             return None
-        drafting = sequence.drafting
-        if drafting is None:
-            drafting = sequence.drafting = Drafting(self._source())
+        drafting = self._drafting(sequence)
         value = drafting.rate
         if not self._pays(value, tokens, float(tokens)):
             drafting.waited += 1
             if drafting.waited < _PAUSE:
                 return None
             most, value = 1, 1.0
-        drafts = drafting.source.follow(sequence.chain.tokens, most)
-        stops = sequence.work.request.stop_ids
-        end = next((at for at, token in enumerate(drafts) if token in stops), len(drafts))
-        # After a stop nothing is said, and the stop itself needs no draft to be drawn.
-        return _Guess(sequence, drafts[:end], value, drafting.rate) if end else None
+        drafts = self._follow(sequence, drafting, most)
+        return _Guess(sequence, drafts, value, drafting.rate) if drafts else None
 
-    def _share_out(self, found: list[_Guess], tokens: int, room: int) -> list[tuple[Sequence, list[int]]]:
+    def _share_out(
+        self, found: list[_Guess], tokens: int, room: int, due: bool
+    ) -> list[tuple[Sequence, list[int]]]:
         """The likeliest drafts first, while the next one pays; the `j`-th of a sequence counts only if all
-        before it are right."""
+        before it are right. If a trial is due, the first that does not pay has its row all the same."""
         counts = [0] * len(found)
         gain = float(tokens)
         line = [(-guess.value, at) for at, guess in enumerate(found)]
         heapify(line)
-        while line and room > 0 and self._pays(-line[0][0], tokens, gain):
+        while line and room > 0:
             value, at = line[0]
+            if not self._pays(-value, tokens, gain):
+                if not due or not self.cost.is_usually_flat(tokens):
+                    break
+                due, self._since = False, 0
             counts[at] += 1
             gain, tokens, room = gain - value, tokens + 1, room - 1
             if counts[at] < len(found[at].drafts):
@@ -98,7 +124,7 @@ class Speculation:
         """Whether a row that gives `value` tokens belongs into a step that gives `gain` with `tokens` rows:
         whether the step then gives more for its time."""
         longer = self.cost.seconds(tokens + 1) / self.cost.seconds(tokens) - 1.0
-        return value > gain * max(longer, _SHARE)
+        return value > _MARGIN * gain * max(longer, _SHARE)
 
 
 def draftable(sequence: Sequence) -> int:

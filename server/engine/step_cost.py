@@ -6,6 +6,7 @@ from bisect import bisect_left
 
 _FLAT = 8  # before anything is known: so many tokens take as long as one, and more of them in proportion
 _MEMORY = 0.15  # how much one step more moves what is known
+_DOWN = 0.5  # the same where it took less than it should: steps are slow by chance, but hardly fast
 _HICCUP = 2.0  # a step that took so many times as long as it should is no news about the model
 _SHORTEST = 1e-6  # s; nothing takes no time, and ratios are made of what is learnt here
 _SIZES = 18  # 1, 2, 4, ... 131,072 tokens
@@ -31,12 +32,18 @@ class StepCost:
         if self._seen.keys().isdisjoint(weights):  # there is nothing to weigh it against
             self._seen |= {size: max(self._line[size] * seconds / expected, _SHORTEST) for size in weights}
         else:
-            surprise = _MEMORY * (min(seconds, _HICCUP * expected) - expected)
+            surprise = min(seconds, _HICCUP * expected) - expected
+            surprise *= _MEMORY if surprise > 0.0 else _DOWN
             total = sum(weight**2 for weight in weights.values())
             for size, weight in weights.items():
                 moved = self._seen.get(size, self._line[size]) + surprise * weight / total
                 self._seen[size] = max(moved, _SHORTEST)
         self._draw_line()
+
+    @staticmethod
+    def is_usually_flat(tokens: int) -> bool:
+        """Whether a row more costs nothing where nothing is known."""
+        return tokens < _FLAT
 
     def seconds(self, tokens: int) -> float:
         """What a step of `tokens` takes; before the first is noted, in units of the shortest."""
@@ -44,12 +51,16 @@ class StepCost:
         return self._line[low] + (self._line[low + 1] - self._line[low]) * share
 
     def _draw_line(self) -> None:
+        """More tokens never take less, and twice as many take at most twice as long: else it was noise."""
         seen = sorted(self._seen)
-        longest = _SHORTEST
-        for size in range(_SIZES):  # more tokens never take less: where they seemed to, it was noise
-            value = self._seen.get(size)
-            longest = max(longest, self._guess(size, seen) if value is None else value)
-            self._line[size] = longest
+        before = _SHORTEST
+        for size in range(_SIZES):
+            value = self._seen[size] if size in self._seen else self._guess(size, seen)
+            if size > 0 and value > 2.0 * before:
+                value = 2.0 * before
+                if size in self._seen:
+                    self._seen[size] = value
+            self._line[size] = before = max(value, before)
 
     def _guess(self, size: int, seen: list[int]) -> float:
         at = bisect_left(seen, size)

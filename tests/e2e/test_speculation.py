@@ -70,3 +70,16 @@ def test_usage_and_the_cache_are_those_without_drafts(pair: tuple[Served, Served
     assert usage[0] == usage[1]
     states = pair[1].http.get("/v1/kv", params={"check": "true"}).json()["states"]
     assert states["live"]["blocks"] == 0
+
+
+def test_a_stop_string_in_the_middle_of_a_step(pair: tuple[Served, Served]) -> None:
+    """Tokens that came in the same step, after the stop, are neither told nor counted."""
+    body: dict[str, Any] = {"prompt": LOOP[:3], "max_tokens": 200, "temperature": 0}
+    whole = pair[0].http.post("/v1/completions", json=body)
+    text = whole.json()["choices"][0]["text"]
+    for at in (90, 97, 140):
+        stopping = body | {"prompt": LOOP[: 3 + at % 5], "stop": text[at : at + 9]}
+        told = [server.http.post("/v1/completions", json=stopping).json() for server in pair]
+        assert told[0]["choices"] == told[1]["choices"] and told[0]["choices"][0]["finish_reason"] == "stop"
+        counted = [reply["usage"]["completion_tokens"] for reply in told]
+        assert counted[0] == counted[1] < 200

@@ -123,6 +123,7 @@ def test_what_was_not_seen_lies_between_what_was() -> None:
     cost = StepCost()
     cost.note(8, 1.0)
     cost.note(128, 4.0)
+    assert cost.seconds(8) == 1 and cost.seconds(128) == 4
     line = [cost.seconds(tokens) for tokens in range(1, 300)]
     assert line == sorted(line)
     assert cost.seconds(64) == pytest.approx(1 + 3 * 56 / 120)
@@ -146,6 +147,16 @@ def test_whatever_is_noted_steps_take_time_and_longer_ones_no_less() -> None:
             )
             line = [cost.seconds(tokens) for tokens in (1, 2, 3, 4, 6, 9, 16, 25, 64, 99, 2**17, 2**20)]
             assert line[0] > 0 and line == sorted(line)
+
+
+def test_a_hiccup_that_was_noted_first_is_soon_undone() -> None:
+    cost = StepCost()
+    cost.note(2, 3.0)
+    cost.note(1, 0.01)
+    assert cost.seconds(2) == pytest.approx(0.02), "twice the tokens, at most twice the time"
+    for _ in range(5):
+        cost.note(2, 0.011)
+    assert cost.seconds(2) == pytest.approx(0.011, rel=0.05)
 
 
 class Told:
@@ -208,6 +219,27 @@ def test_who_is_not_worth_a_row_is_tried_again_after_a_pause() -> None:
     assert waits > 20 and drafted[0][1] == [5]
     speculation.learn(tried, 1, 0)
     assert speculation.propose([tried], 1, 9) == []
+
+
+def test_a_slow_start_does_not_settle_what_a_row_costs() -> None:
+    """The first step was slow, and steps of one token, which are not, say nothing of steps of two."""
+    speculation = Speculation()
+    speculation.cost.note(3, 5.0)
+    speculation.cost.note(1, 0.01)
+    alone = sequence(0.9, 7, 8, 9)
+    trials = 0
+    for _ in range(400):
+        drafted = speculation.propose([alone], 1, 9)
+        tokens = 1 + sum(len(drafts) for _, drafts in drafted)
+        trials += tokens == 2
+        speculation.cost.note(tokens, 0.01)
+    assert tokens > 2 and trials >= 1, "one trial, and drafts pay"
+
+
+def test_no_trial_where_a_row_usually_costs() -> None:
+    crowd = [sequence(0.9, 7, 8, 9) for _ in range(12)]
+    speculation = Speculation(Line(1))
+    assert not any(speculation.propose(crowd, 12, 99) for _ in range(100))
 
 
 def test_the_option() -> None:
