@@ -20,6 +20,7 @@ from server.api.identity import HEADER, Identity, identify
 from server.api.state import ApiSettings
 
 KEY_ID = "headroom.key_id"  # in the ASGI scope: which key was used, "" without keys
+DIRECT = "headroom.send"  # what the server gave for sending: for bodies, which nothing between changes
 
 _log = logging.getLogger(__name__)
 _NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers
@@ -42,6 +43,7 @@ class Guard:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served here, not {scope['type']}")
         identity = identify(scope)
+        scope[DIRECT] = send
         started = False
 
         async def watched(message: Message) -> None:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.errors import ClientGone
+from server.api.guard import DIRECT
 from server.api.identity import identity_of
 from server.api.state import ApiSettings
 
@@ -70,7 +71,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends until the events end, or the client leaves or stops reading."""
         try:
-            await until_gone(receive, self._pump(send))
+            await until_gone(receive, self._pump(send, scope.get(DIRECT, send)))
         except ClientGone:
             self._left()
         except TimeoutError:
@@ -81,8 +82,9 @@ class EventStream(Response):
             await self._events.aclose()
             await self._over()
 
-    async def _pump(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _pump(self, begin: Send, send: Send) -> None:
+        """`begin` takes the head past all that adds to it on the way, `send` the rest right to the server."""
+        await begin({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._since = monotonic()
         async with asyncio.timeout(None) as patience:
             watching = asyncio.ensure_future(self._watch(send, patience))
