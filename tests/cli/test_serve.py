@@ -11,9 +11,10 @@ import httpx
 import pytest
 import torch
 
+from model.native.library import NativeLibrary
 from tests.support import checkpoints
 from tests.support.command import InProcess, check_one_line, headroom
-from tests.support.native import seed
+from tests.support.native import native, seed
 from tests.support.server import running
 
 SMALL = ["--dtype", "float32", "--kv-memory", "1MiB"]
@@ -31,6 +32,8 @@ def test_the_start_table_and_the_command_it_suggests(tiny_served: Path) -> None:
         "--served-model-name",
         "it's",
     ]
+    compiled = isinstance(native(), NativeLibrary)
+    attention, linear = ("native", "native") if compiled else ("reference", "torch")
     with running(tiny_served, *flags) as server:
         said = server.log()
         table = said.partition("Listening")[0].strip().splitlines()
@@ -44,8 +47,8 @@ def test_the_start_table_and_the_command_it_suggests(tiny_served: Path) -> None:
             "256 blocks of 4.00 KiB, each 16 tokens of one KV head",
             "512 B of cache; MHA would take 1.00 KiB",
             "2,048 tokens = 4.1 users at the full 500 tokens",
-            "attention reference (",
-            "linear torch (",
+            f"attention {attention} (",
+            f"linear {linear} (",
             "(as asked)",
         ):
             assert part in said, (part, said)
