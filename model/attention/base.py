@@ -79,7 +79,7 @@ class AttentionStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Reads and writes one arena layout (K and V as `[B, D]` per block)."""
+    """Reads and writes one arrangement of a block's bytes; the arena's tensors are `[N, B, D]` for all."""
 
     @property
     def name(self) -> str:
