@@ -47,8 +47,8 @@ def works(row: Found) -> str:
 
 
 def spread(row: Found, what: str) -> str:
-    """Median and 99th percentile."""
-    return f"{number(row[f'{what}_p50'])}, {number(row[f'{what}_p99'])}"
+    """Median and 99th percentile; dashes where they are not known."""
+    return ", ".join(number(row.get(f"{what}_{share}", math.nan)) for share in ("p50", "p99"))
 
 
 def number(value: float) -> str:
