@@ -143,10 +143,11 @@ def reachable(root: object) -> dict[int, int]:
 
 
 def test_every_weight_is_held_once(small: Path) -> None:
-    """Counted in storages: three modes hold what one holds, and what their maps own."""
+    """Counted in storages, which PyTorch's kernels show: three modes hold what one holds, and what their maps
+    own."""
     held = {}
     for attention in (("native",), ("native", "mha", "mqa")):
-        engine, facts = fp32_engine(small, attention=attention, head_map="mean")
+        engine, facts = fp32_engine(small, attention=attention, head_map="mean", kernels="torch")
         storages = reachable(engine._runner._decoder.weights) | reachable(engine._shape.variants)
         held[len(attention)] = sum(storages.values())
         assert held[len(attention)] == facts.weight_bytes
@@ -285,7 +286,10 @@ def test_what_a_fitted_map_owns_is_counted(
 ) -> None:
     Fits(monkeypatch)
     one = fp32_engine(small)[1].weight_bytes
-    engine, facts = fp32_engine(small, calibration=source(tmp_path, TEXT), attention=("native", "mha", "mqa"))
+    modes = ("native", "mha", "mqa")
+    engine, facts = fp32_engine(
+        small, calibration=source(tmp_path, TEXT), attention=modes, kernels="torch"
+    )  # whose storages can be seen
     owned = reachable(engine._shape.variants)
     assert [v.weight_bytes for v in facts.variants] == [0, 0, sum(owned.values())]
     assert facts.weight_bytes == one + sum(owned.values())
