@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "simd.h"
+#include "wide.h"
 
 namespace headroom {
 
@@ -26,20 +26,19 @@ constexpr int kTilePanels = 2;
 template <int M, int N, class T, bool Ahead = false>
 inline void tile(const T* x, int64_t x_row, const uint32_t* w, int64_t w_panel, int64_t w_step, int64_t steps,
                  f32x16 (&acc)[M][N], const uint32_t* ahead = nullptr) {
-  constexpr int width = Pair<T>::width;
+  constexpr int parts = N * kParts;
+  f32xw sums[M][parts];
+  std::memcpy(sums, acc, sizeof(acc));
   for (int64_t k = 0; k < steps; ++k) {
-    u32x16 column[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) column[n] = load<u32x16>(w + n * w_panel + k * w_step);
-    if constexpr (Ahead) __builtin_prefetch(ahead + k * kLanes, 0, 2);
+    u32xw column[parts];
 #pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      uint32_t lane;
-      std::memcpy(&lane, x + m * x_row + k * width, 4);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) acc[m][n] = Pair<T>::dot(acc[m][n], column[n], fill(lane));
+    for (int p = 0; p < parts; ++p) {
+      column[p] = load<u32xw>(w + p / kParts * w_panel + k * w_step + p % kParts * kWide);
     }
+    if constexpr (Ahead) __builtin_prefetch(ahead + k * kLanes, 0, 2);
+    multiply(x + k * Pair<T>::width, x_row, column, sums);
   }
+  std::memcpy(acc, sums, sizeof(acc));
 }
 
 // Panels that a thread takes at a time: a multiple of the tile's, and enough chunks that threads end together.
