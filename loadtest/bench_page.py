@@ -59,7 +59,7 @@ def _ceiling(found: Found, parts: Found) -> str:
     return lines(
         f"What this machine can do, measured just before: it reads {found['read_gb_s']:.1f} GB/s "
         f"({found['read_by']}) and multiplies {found['matrix_gflop_s']:.0f} GFLOP/s ({found['matrix_by']}), "
-        f"by PyTorch with {found['threads']} threads. Shares below are of these."
+        f"with {found['threads']} threads. Shares below are of these."
     )
 
 

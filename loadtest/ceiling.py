@@ -1,24 +1,34 @@
-"""What this machine can do at most, by PyTorch alone: memory read in GB/s, bf16 matrix work in GFLOP/s.
+"""What this machine can do at most: memory read in GB/s, bf16 products in GFLOP/s.
 
     python -m loadtest.ceiling [--seconds 4]
 
-Reading: several ways of going once through a buffer that no cache holds (its sum, its largest number, its
-product with a vector), with all cores, each many times; the fastest counts. Matrix work: oneDNN's bf16
-product for a few shapes that it likes, the fastest of many. Both are measured, not looked up, so a better
-program may come out above 100 %: then the ceiling is higher than found here.
+Reading: several ways of going once through a buffer that no cache holds, with all cores, each many times;
+the fastest counts. Products: dot products of bf16 pairs on registers alone (`peak/ops.cpp`), which no
+program that fetches its numbers can reach, and oneDNN's matrix product for shapes that it likes; the fastest
+of many. Where the C++ does not compile, PyTorch's are the only ones, and a better program may come out above
+100 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from model.fetch import default_cache_dir
+from model.native.build import Recipe, load_native
+from model.native.library import NativeUnavailable
+
 _BUFFER = 768 << 20  # bytes: far more than any cache
+_STEPS = 1 << 18  # of a thread: some milliseconds
 _SHAPES = ((1024, 1024, 4096), (2048, 2048, 2048), (512, 576, 3072), (2048, 576, 49152))
 
 
@@ -35,7 +45,8 @@ class Ceiling:
 
 def ceiling(seconds: float = 4.0) -> Ceiling:
     """Measure for about `seconds`, half for either."""
-    reads, products = _reads(), _products()
+    peak = _peak()
+    reads, products = _reads(peak), _products(peak)
     read = {name: _BUFFER / 1e9 / _fastest(do, seconds / 2 / len(reads)) for name, do in reads.items()}
     matrix = {
         name: flops / 1e9 / _fastest(do, seconds / 2 / len(products))
@@ -45,13 +56,24 @@ def ceiling(seconds: float = 4.0) -> Ceiling:
     return Ceiling(read[best_read], best_read, matrix[best_matrix], best_matrix, torch.get_num_threads())
 
 
-def _reads() -> dict[str, Callable[[], object]]:
+def _peak() -> Any | None:
+    """The operators of `peak/ops.cpp`, compiled into the user's cache; None where that cannot be."""
+    recipe = Recipe(sources=Path(__file__).parent / "peak", namespace="headroom_peak")
+    try:
+        return load_native(default_cache_dir(os.environ), recipe).ops
+    except NativeUnavailable as error:
+        print(f"the ceiling is PyTorch's alone: {error}", file=sys.stderr)
+        return None
+
+
+def _reads(peak: Any | None) -> dict[str, Callable[[], object]]:
     """Ways to read the buffer once."""
     columns = 4096
     buffer = torch.ones((_BUFFER // 4 // columns, columns), device="cpu", dtype=torch.float32)
     vector = torch.ones((columns,), device="cpu", dtype=torch.float32)
     whole = buffer.view(-1)
-    return {
+    mine = {} if peak is None else {"every line in C++": lambda: peak.read(buffer)}
+    return mine | {
         "sum of float32": whole.sum,
         "largest of float32": whole.amax,
         "float32 matrix by vector": lambda: buffer @ vector,
@@ -59,9 +81,11 @@ def _reads() -> dict[str, Callable[[], object]]:
     }
 
 
-def _products() -> dict[str, tuple[Callable[[], object], int]]:
+def _products(peak: Any | None) -> dict[str, tuple[Callable[[], object], int]]:
     """bf16 products by name, with the operations of each."""
     made: dict[str, tuple[Callable[[], object], int]] = {}
+    if peak is not None:
+        made["bf16 dot products in registers"] = (lambda: peak.dots(_STEPS), peak.dots(_STEPS))
     for rows, inner, columns in _SHAPES:
         left = torch.randn((rows, inner), device="cpu", dtype=torch.bfloat16)
         right = torch.randn((columns, inner), device="cpu", dtype=torch.bfloat16)
