@@ -120,7 +120,7 @@ class NativeLinearBackend:
         """See `LinearBackend.pack`."""
         if not _fits(weight):
             return PlainLinear(weight, bias)
-        return self._linear(self._panels(weight), weight, bias)
+        return self._linear(self._settled(weight), weight, bias)
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
         """See `LinearBackend.pack_gated`."""
@@ -131,7 +131,7 @@ class NativeLinearBackend:
         if bias is not None:
             parts = [_padded(half) for half in bias.chunk(2)]
             both = _alternating(*(part.view(-1, LANES) for part in parts if part is not None)).flatten()
-        panels = _alternating(gate, up)
+        panels = self.library.ops.settle(_alternating(gate, up))
         packed = self._weight(panels, both, panels.shape[0] * LANES, weight.shape[1])
         return NativeGated(self.library.ops, packed, weight.shape[0] // 2, _nbytes(weight, bias))
 
@@ -139,7 +139,7 @@ class NativeLinearBackend:
         """See `LinearBackend.pack_tied`."""
         if not _fits(table):
             return PlainEmbedding(table), PlainLinear(table, None)
-        panels = self._panels(table)
+        panels = self._settled(table)
         return PanelEmbedding(panels, table.shape[0], table.nbytes), self._linear(panels, table, None)
 
     def pack_untied(self, table: Tensor, head: Tensor) -> tuple[Embedding, Linear]:
@@ -149,6 +149,11 @@ class NativeLinearBackend:
     def _panels(self, weight: Tensor) -> Tensor:
         """`to_panels`, ten times as fast."""
         panels: Tensor = self.library.ops.to_panels(weight.contiguous())
+        return panels
+
+    def _settled(self, weight: Tensor) -> Tensor:
+        """`to_panels`, where they stay."""
+        panels: Tensor = self.library.ops.settle(self._panels(weight))
         return panels
 
     def _linear(self, panels: Tensor, weight: Tensor, bias: Tensor | None) -> NativeLinear:

@@ -153,7 +153,7 @@ class NativeQuantisedBackend:
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `LinearBackend.pack`."""
         codes = quantise(weight, self.bits)
-        return self._linear(codes, to_code_panels(codes), bias)
+        return self._linear(codes, self._settled(to_code_panels(codes)), bias)
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
         """See `LinearBackend.pack_gated`. Panels of gate and up alternate, as `gated_linear` wants them."""
@@ -165,7 +165,8 @@ class NativeQuantisedBackend:
         if bias is not None:
             parts = [_bias(half).view(-1, LANES) for half in bias.chunk(2)]
             both = torch.stack(parts, dim=1).flatten()
-        packed = self._weight(CodePanels(lanes, scales, gate.inputs), both, len(lanes) * LANES)
+        panels = self._settled(CodePanels(lanes, scales, gate.inputs))
+        packed = self._weight(panels, both, len(lanes) * LANES)
         nbytes = sum(half.nbytes for half in halves) + (0 if bias is None else bias.nbytes)
         product = NativeGated(self.library.ops, packed, len(weight) // 2, nbytes)
         missing = -weight.shape[1] % GROUP
@@ -174,7 +175,7 @@ class NativeQuantisedBackend:
     def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
         """See `LinearBackend.pack_tied`."""
         codes = quantise(table, ENDS)
-        panels = to_code_panels(codes)
+        panels = self._settled(to_code_panels(codes))
         embedding = PanelledEmbedding(panels, codes.outputs, codes.nbytes, table.dtype)
         return embedding, self._linear(codes, panels, None)
 
@@ -188,6 +189,11 @@ class NativeQuantisedBackend:
         product = NativeLinear(self.library.ops, packed, codes.outputs, nbytes)
         missing = -codes.inputs % GROUP
         return FilledLinear(product, missing) if missing else product
+
+    def _settled(self, panels: CodePanels) -> CodePanels:
+        """The same where they stay."""
+        settle = self.library.ops.settle
+        return CodePanels(settle(panels.lanes), settle(panels.scales.contiguous()), panels.inputs)
 
     def _weight(self, panels: CodePanels, bias: Tensor | None, outputs: int) -> Any:
         inputs = panels.lanes.shape[1] * GROUP

@@ -101,6 +101,22 @@ def test_a_tied_table_is_held_once(backend: NativeLinearBackend) -> None:
     assert bool(embedding.rows(ids).any())
 
 
+def test_what_settles_is_a_copy_that_lives_as_long_as_it_is_held(backend: NativeLinearBackend) -> None:
+    """Small and large ones in one chunk and across several; letting others go hurts none."""
+    settle = backend.library.ops.settle
+    given = [
+        drawn(torch.bfloat16, size, seed=size) for size in (1, 31, 5_000_000, 64, 20_000_000, 3, 9_000_000)
+    ]
+    kept = [settle(tensor) for tensor in given]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
+    del kept[2], given[2]
+    kept += [settle(tensor) for tensor in given]
+    assert all(torch.equal(one, other) for one, other in zip(kept, 2 * given, strict=True))
+    kept[0].zero_()
+    assert torch.equal(kept[1], given[1]) and torch.equal(kept[6], given[0])
+    assert settle(drawn(torch.float32, 0, 4)).shape == (0, 4)
+
+
 def test_a_row_is_the_same_alone_and_in_any_crowd(backend: NativeLinearBackend) -> None:
     """To the last bit: the sums of a token do not depend on the tile that it falls in."""
     for dtype in ROUNDING:

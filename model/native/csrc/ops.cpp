@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -18,6 +19,7 @@
 
 #include "layers.h"
 #include "linear.h"
+#include "memory.h"
 
 namespace headroom {
 
@@ -139,6 +141,15 @@ Tensor to_panels_op(const Tensor& weight) {
     }
   });
   return out;
+}
+
+// A copy of a packed weight where it stays (memory.h).
+Tensor settle_op(const Tensor& packed) {
+  require(is_plain(packed), "what settles must be contiguous and on the CPU");
+  std::shared_ptr<char> memory = WeightMemory::shared().take(packed.nbytes());
+  std::memcpy(memory.get(), packed.const_data_ptr(), packed.nbytes());
+  char* start = memory.get();
+  return at::from_blob(start, packed.sizes(), [memory = std::move(memory)](void*) {}, packed.options());
 }
 
 // x [M, inputs] -> [M, outputs] in x's dtype, or in fp32 if `wide`.
@@ -318,6 +329,7 @@ TORCH_LIBRARY(HEADROOM_NAMESPACE, m) {
       .def("run", &Layers::run);
   m.def("lend_threads", &kernels::lend_threads);
   m.def("to_panels", &kernels::to_panels_op);
+  m.def("settle", &kernels::settle_op);
   m.def("linear", &kernels::linear_op);
   m.def("gated_linear", &kernels::gated_linear_op);
   m.def("write", &kernels::write_op);
