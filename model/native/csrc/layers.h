@@ -53,8 +53,7 @@ struct Layer {
 template <class T>
 class Forward {
  public:
-  // cos and the signed sin [tokens, head_dim] turn each token by its position; kv_row and kv_pos say where its
-  // K and V go.
+  // cos and the signed sin [tokens, head_dim] turn each token by its position; `rows` say where its K and V go.
   Forward(const Shape& shape, const Rows& rows, int64_t tokens, const float* cos, const float* sin)
       : shape_(shape), rows_(rows), tokens_(tokens), cos_(cos), sin_(sin),
         width_((shape.heads + 2 * shape.kv_heads) * shape.head_dim),
@@ -65,7 +64,7 @@ class Forward {
     }
   }
 
-  // x [tokens, hidden] += what attention adds; k and v are the layer's arena.
+  // What the tokens of x [tokens, hidden] attend to, which `project` adds to x; k and v are the layer's arena.
   void attention(const Layer<T>& layer, const Plan& plan, T* k, T* v, float* x) {
     norm(layer.input_norm, x, tokens_);
     linear(layer.qkv, normed_.data(), tokens_, rows_.threads, qkv_.data());

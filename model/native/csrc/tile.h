@@ -1,7 +1,7 @@
 // The inner product at the heart of everything here: M rows of x against panels of 16 columns.
 //
-// A panel holds 16 columns with P consecutive inputs of each together, P * 4-byte lanes: bfloat16 in pairs,
-// floats alone. Weights are packed so (`linear.h`), and so are blocks of the KV cache (`attention.h`).
+// A panel holds 16 columns, and a 4-byte lane of it P consecutive inputs of one: bfloat16 in pairs, floats alone.
+// Weights are packed so (`linear.h`), and so are blocks of the KV cache (`blocks.h`).
 #pragma once
 
 #include <algorithm>
