@@ -54,7 +54,7 @@ class Account:
     cached_tokens: int = 0
 
     def grow(self, blocks: int) -> None:
-        """The account took `blocks` fresh physical blocks."""
+        """The account took `blocks` fresh physical blocks or, below zero, gave up so many of its own."""
         self.blocks += blocks
         self.exclusive += blocks
 

@@ -34,7 +34,9 @@ class Decoder:
     ) -> None:
         """`max_position` bounds the positions that will be asked for (default: the checkpoint's own).
 
-        `layers` run steps that they can run in one call; they are `weights`, and give the same numbers.
+        `layers`, which hold the same weights, run the steps that they can in one call. The numbers are the
+        same to rounding: in a bfloat16 run, what attention and the MLP add to the stream is rounded to it
+        first in a step that goes layer by layer, and not in one call.
         """
         self.config = config
         self.layers = layers

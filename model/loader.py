@@ -1,8 +1,10 @@
 """From a checkpoint folder to the weights that the decoder reads.
 
-Each tensor is copied once, from the mapped file to its place in a fused matrix, converted on the way; a
-layer's pages are given back before the next is read. So the peak is the weights plus one layer, and nothing
-of the files stays mapped: a file that changes later changes nothing here.
+Each tensor is copied once, from the mapped file to its place in a fused matrix, converted on the way, and the
+linear backend packs that; a layer's pages are given back before the next is read. So the peak is the weights,
+one layer of the file, and what packing takes for a moment (for the kernels in C++ three times a layer's gate
+and up; or two tables, but those come first, when nothing else is there). Nothing of the files stays mapped: a
+file that changes later changes nothing here.
 """
 
 from __future__ import annotations
