@@ -1,8 +1,9 @@
 """The C++ operators: found in the cache and loaded, or compiled into it first.
 
-A library is named by all that it is made from: the sources, PyTorch, the C library, the flags and, for
-`native`, the CPU. So a file that is there is right and loads in milliseconds, without a look at the compiler;
-any change makes another name. Libraries that are compiled ahead for kinds of CPUs may lie in the package
+A library is named by what it is made from: the sources, PyTorch, the C library, the flags and, for `native`,
+the CPU; a change in any of these makes another name. The compiler is not among them: another one makes a
+library that does the same, so a file that is there is right, and loads in milliseconds without a look at the
+compiler. Libraries that are compiled ahead for kinds of CPUs may lie in the package
 (`prebuild`): an image has no compiler.
 """
 
@@ -13,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,7 @@ from model.native.library import (
     namespace_of,
 )
 from model.native.target import PORTABLE, X86, Target, cpu_flags, target_of
-from model.native.trust import check_file, check_folder, make_folder
+from model.native.trust import OTHERS_WRITE, check_file, check_folder, make_folder
 from model.publish import locked, publish_file
 
 logger = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ def key_of(recipe: Recipe, target: Target) -> str:
             data = path.read_bytes()
             digest.update(f"{path.name} {len(data)}\n".encode() + data)
     except OSError as error:
-        raise NativeUnavailable(f"its sources cannot be read: {error.strerror}") from error
+        raise NativeUnavailable(f"the C++ sources cannot be read: {error.strerror}") from error
     for part in (torch.__version__, platform.machine(), _libc(), *_flags(recipe, target)):
         digest.update(f"{part}\n".encode())
     if target.name == "native":
@@ -118,8 +120,9 @@ def build(
 
     def write(fresh: Path) -> None:
         compile_library(compiler, source, fresh, _flags(recipe, target), recipe.seconds)
+        fresh.chmod(stat.S_IMODE(fresh.stat().st_mode) & ~OTHERS_WRITE)  # else the next start refuses it
         if path.name != file_name(recipe.namespace, key_of(recipe, target)):
-            raise NativeUnavailable("its sources were changed while they were compiled; start again")
+            raise NativeUnavailable("the C++ sources were changed while they were compiled; start again")
 
     before = _stamp(path)
     try:

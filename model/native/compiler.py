@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -24,12 +25,17 @@ _CANDIDATES = ("c++", "g++", "clang++")
 
 def find_compiler(asked: str | None) -> list[str]:
     """The command in words: `asked` (as `CXX` spells it) or the system's own. Raises NativeUnavailable."""
-    words = shlex.split(asked or "")
+    try:
+        words = shlex.split(asked or "")
+    except ValueError as error:  # a quote that does not end
+        raise NativeUnavailable(f"CXX={asked!r}: {error}") from error
     for name in words[:1] or _CANDIDATES:
         found = shutil.which(name)
         if found is not None:
             return [found, *words[1:]]
-    what = f"no C++ compiler {words[0]!r}" if words else "no C++ compiler, g++ or clang++"
+    what = (
+        f"no C++ compiler {words[0]!r} found" if words else "no C++ compiler found, neither g++ nor clang++"
+    )
     raise NativeUnavailable(what)
 
 
@@ -69,7 +75,8 @@ def _run(command: Sequence[str], seconds: float) -> None:
         try:
             said = process.communicate(timeout=seconds)[1]
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # ended by itself meanwhile
+                os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise NativeUnavailable(f"compiling took more than {seconds:.0f} s") from error
             raise

@@ -1,4 +1,8 @@
-"""Which folders and files may be loaded as code: those that nobody but this user can have written."""
+"""Which files may be loaded as code: this user's own, which no other may write, in folders of that kind.
+
+The file, its folder and the folder above are looked at. Those further up are taken on trust, with whoever may
+rename in them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pathlib import Path
 
 from model.native.library import NativeUnavailable
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_folder(folder: Path) -> None:
@@ -20,8 +24,8 @@ def check_folder(folder: Path) -> None:
     status = _look(folder)
     if status is not None:
         if not stat.S_ISDIR(status.st_mode):
-            raise NativeUnavailable(f"{folder} is no folder; remove it")
-        _check(folder, status, _OTHERS_WRITE)
+            raise NativeUnavailable(f"{folder} is a link or no folder; remove it")
+        _check(folder, status, OTHERS_WRITE)
     above = _look(folder.parent, follow=True)
     if above is not None:
         forbidden = 0 if above.st_mode & stat.S_ISVTX else stat.S_IWOTH
@@ -44,8 +48,8 @@ def check_file(path: Path) -> bool:
     if status is None:
         return False
     if not stat.S_ISREG(status.st_mode):
-        raise NativeUnavailable(f"{path} is no file; remove it")
-    _check(path, status, _OTHERS_WRITE)
+        raise NativeUnavailable(f"{path} is a link or no file; remove it")
+    _check(path, status, OTHERS_WRITE)
     return True
 
 
