@@ -96,7 +96,7 @@ class Generation:
         self._kv = NOTHING_HELD
         self._choices = [_Choice(prepared, tokenizer, index) for index in range(prepared.num_choices)]
         self._running = 0 if stream is None else len(self._choices)
-        self._failure: GenerationError | None = None  # raised once what came before it has been taken
+        self._failure: Exception | None = None  # raised once what came before it has been taken
         self._items: deque[ChoiceDelta | Done] = deque()
         self._changed: dict[int, _Choice] = {}  # choices with a delta to give
         for index, choice in enumerate(self._choices):
@@ -111,8 +111,8 @@ class Generation:
         return self
 
     async def __anext__(self) -> ChoiceDelta | Done:
-        """Raises GenerationError if the engine gave up on a choice (the rest is aborted), after all that came
-        before it."""
+        """Raises GenerationError if the engine gave up on a choice (the rest is aborted), or what else went
+        wrong, after all that came before it."""
         while not self._items:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -157,7 +157,12 @@ class Generation:
                 continue
             self._kv = event.kv
             self._changed[event.index] = choice
-            if choice.take(event):
+            try:
+                ended = choice.take(event)
+            except Exception as error:  # a fast engine hands over several tokens at once: the first were good
+                self._failure = error
+                break
+            if ended:
                 self._running -= 1
                 if event.finish is None:
                     self._service.abort(self._prepared.request_id, event.index, FinishReason.STOP)

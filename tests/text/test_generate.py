@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from server.engine.request import FinishReason, KVPeak, Request, SamplingParams, TokenEvent
+from server.text.detokenizer import ByteLevelDetokenizer
 from server.text.echo import Echo, echo_of_text
 from server.text.ends import Ends
 from server.text.errors import GenerationError
@@ -323,6 +324,31 @@ async def test_what_came_together_with_an_error_is_not_lost(tokenizer: Tokenizer
         await anext(generation)
     with pytest.raises(StopAsyncIteration):
         await anext(generation)
+
+
+async def test_a_detokenizer_that_fails_costs_nothing_that_came_before(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fast engine hands over several tokens at once: those before the failure are told."""
+    push = ByteLevelDetokenizer.push
+
+    def failing(self: ByteLevelDetokenizer, token: int) -> str:
+        if token == ids[2]:
+            raise RuntimeError("broken")
+        return push(self, token)
+
+    ids = [tokenizer.encode(letter)[0] for letter in "abcd"]
+    monkeypatch.setattr(ByteLevelDetokenizer, "push", failing)
+    service = Script([(0, token, None) for token in ids])
+    generation = await generate(service, prepared(), tokenizer)
+    told = await anext(generation)
+    assert isinstance(told, ChoiceDelta) and told.finish_reason is None
+    assert told.text == "ab"
+    with pytest.raises(RuntimeError, match="broken"):
+        await anext(generation)
+    with pytest.raises(StopAsyncIteration):
+        await anext(generation)
+    assert service.aborted == [None] and service.closed
 
 
 async def test_a_stream_that_breaks_off_is_an_error(tokenizer: Tokenizer) -> None:
