@@ -5,8 +5,9 @@
 Each file holds, for each workload, prompts and what came back: ids, or the text that a server sent. The
 reference answers every prompt once, for all files; texts are compared with what its ids spell. The rule for
 bf16 is that of loadtest/equality.py; the error is that of transformers itself in bf16, on the first prompts
-of the workload. Some servers will not draw an end mark while `min_tokens` are wanted, so where the reference
-would, an answer without it is as good.
+of the workload. Where a near tie spells nothing, a text does not show what came next: such an answer is
+counted as undecided. Some servers will not draw an end mark while `min_tokens` are wanted, so where the
+reference would, an answer without it is as good.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TOKENS = 16  # of each answer
 BEST = 8  # ids kept at each place
 _BATCH_TOKENS = 8192  # of prompts in one pass
 _ERROR_PROMPTS = 2  # of a workload, on which the error is measured
-VERDICTS = ("equal", "near_ties", "wrong")
+VERDICTS = ("equal", "near_ties", "undecided", "wrong")  # from the best to the worst
 _UNFINISHED = "�"  # what a cut character is decoded to
 
 
@@ -47,6 +48,7 @@ class Tally:
     answers: int = 0
     equal: int = 0
     near_ties: int = 0
+    undecided: int = 0
     wrong: int = 0
     compared: int = 0
     near_tie: float = 0.0
@@ -121,21 +123,15 @@ class Oracle:
         return float((exact - rough).abs().max())
 
 
-def _shared(prompts: Sequence[Sequence[int]]) -> int:
-    """How many ids all prompts begin with; at least one of each is left to read."""
-    length = len(prompts[0]) - 1
-    return next((i for i in range(length) if len({prompt[i] for prompt in prompts}) > 1), length)
-
-
 def judge(
     said: dict[str, Any], truths: Sequence[Truth], near_tie: float, decode: Callable[[Sequence[int]], str]
 ) -> tuple[str, int]:
-    """How one answer compares with the best of `truths` (equal, near_ties, wrong), and how many ids agree."""
+    """How one answer compares with the best of `truths` (one of VERDICTS), and how many ids agree."""
     count = min(TOKENS, said["tokens"])
     found = [
         _judge_ids(said["ids"][:count], truth.ids[:count], truth, near_tie)
         if said["text"] is None
-        else _judge_text(said["text"], truth.ids[:count], truth, near_tie, decode)
+        else _judge_text(said["text"], said["tokens"] == count, truth, near_tie, decode, count)
         for truth in truths
     ]
     return max(found, key=lambda each: (-VERDICTS.index(each[0]), each[1]))
@@ -149,17 +145,39 @@ def _judge_ids(ids: Sequence[int], wanted: Sequence[int], truth: Truth, near_tie
 
 
 def _judge_text(
-    text: str, ids: list[int], truth: Truth, near_tie: float, decode: Callable[[Sequence[int]], str]
+    text: str,
+    whole: bool,
+    truth: Truth,
+    near_tie: float,
+    decode: Callable[[Sequence[int]], str],
+    count: int,
 ) -> tuple[str, int]:
-    """A text is an answer's first ids spelt out, or those up to a near tie and another id after them."""
-    agreed = next((n for n in range(len(ids)) if not text.startswith(decode(ids[: n + 1]))), len(ids))
-    if agreed == len(ids):
+    """A text is what the first `count` ids spell and what follows them (nothing if the answer is `whole`), or
+    those up to a near tie and another id after them. That other id must spell more than the reference's own
+    ids do: one that spells less, or a beginning of what they spell, explains nothing. One that spells nothing
+    leaves open what came after it, so nothing is decided.
+    """
+    ids = truth.ids[:count]
+
+    def agrees(some: Sequence[int]) -> bool:
+        spelt = decode(some)
+        if whole and len(some) == count:
+            return text.rstrip(_UNFINISHED) == spelt
+        return text.startswith(spelt)
+
+    agreed = next((n for n in range(count) if not agrees(ids[: n + 1])), count)
+    if agreed == count:
         return "equal", agreed
-    for place in range(agreed, -1, -1):  # an id that spells nothing is only seen to be missing later
-        others = near_ties(truth.best[place], near_tie)
-        if any(text.startswith(decode([*ids[:place], other])) for other in others):
-            return "near_ties", place
-    return "wrong", agreed
+    known, open_at = decode(ids[:agreed]), None
+    for place in range(agreed, -1, -1):  # an id that spells nothing, or a beginning, is missed later
+        silent = decode(ids[:place]) == known
+        for other in near_ties(truth.best[place], near_tie):
+            tried = [*ids[:place], other]
+            if len(decode(tried)) > len(known) and agrees(tried):
+                return "near_ties", place
+            if silent and decode(tried) == known:
+                open_at = place
+    return ("wrong", agreed) if open_at is None else ("undecided", open_at)
 
 
 def check(

@@ -187,4 +187,4 @@ def _summed(checks: Sequence[Found]) -> dict[str, dict[str, dict[str, Any]]]:
     return made
 
 
-_COUNTS = ("answers", "equal", "near_ties", "wrong", "compared")
+_COUNTS = ("answers", "equal", "near_ties", "undecided", "wrong", "compared")

@@ -75,7 +75,7 @@ def tallies(found: Found) -> str:
         (
             name,
             f"`{work}`",
-            *(f"{tally[kind]:,}" for kind in ("answers", "equal", "near_ties", "wrong")),
+            *(f"{tally[kind]:,}" for kind in ("answers", "equal", "near_ties", "undecided", "wrong")),
             f"{tally['compared'] / tally['answers']:.1f}",
             f"{tally['near_tie']:.2f}",
         )
@@ -83,13 +83,7 @@ def tallies(found: Found) -> str:
         for work, tally in each.items()
     ]
     heads = (
-        "",
-        "workload",
-        "answers",
-        "equal",
-        "near ties",
-        "wrong",
-        "ids agreed",
+        "", "workload", "answers", "equal", "near ties", "not decided", "wrong", "ids agreed",
         "near tie below",
-    )
+    )  # fmt: skip
     return table(heads, rows)

@@ -61,6 +61,45 @@ def test_only_a_near_tie_excuses(
     assert text or agreed == verdict[1]
 
 
+PIECES = {0: " a", 1: " b", 2: "", 3: " c", 4: " d", 10: " another", 11: "", 12: " x", 13: " an"}
+
+
+def pieces(ids: Sequence[int]) -> str:
+    return "".join(PIECES[i] for i in ids)
+
+
+def told(text: str, ids: Sequence[int], ties: dict[int, int], tokens: int) -> str:
+    """The verdict on `text` where the reference says `ids`, and `ties` are as good at their places."""
+    best = [[(token, 9.0), *((ties[i], 8.9) for _ in "x" if i in ties)] for i, token in enumerate(ids)]
+    return judge({"text": text, "ids": [], "tokens": tokens}, [Truth(list(ids), best)], 1.0, pieces)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "ties", "tokens", "verdict"),
+    [
+        (" a b c x", [0, 1, 3, 4], {0: 11}, 4, "wrong"),  # a silent tie, then ids that agree
+        (" b another x", [1, 10, 4], {1: 0}, 3, "wrong"),  # a tie that begins what was said anyway
+        (" another b", [10, 12], {0: 0}, 2, "wrong"),
+        (" b another", [1, 0], {}, 2, "wrong"),  # the whole answer: nothing may follow
+        (" b another", [1, 0], {1: 13}, 2, "wrong"),  # nor follow its tie
+        (" b another", [1, 0], {1: 10}, 2, "near_ties"),
+        (" a b another c", [0, 1, 0, 4], {2: 10}, 5, "near_ties"),  # it begins as the reference does
+        (" a b x", [0, 1, 3, 4], {2: 11}, 4, "undecided"),  # whatever comes after the silent one
+        (" a b x", [0, 1, 2, 4], {2: 12}, 4, "near_ties"),  # the reference is silent there
+    ],
+)
+def test_a_tie_excuses_only_what_it_spells(
+    text: str, ids: list[int], ties: dict[int, int], tokens: int, verdict: str
+) -> None:
+    assert told(text, ids, ties, tokens) == verdict
+
+
+def test_what_follows_may_continue_the_last_id() -> None:
+    wanted = [1] * (TOKENS - 1) + [0]
+    text = " b" * (TOKENS - 1) + " another"
+    assert told(text, wanted, {}, TOKENS + 1) == "equal" and told(text, wanted, {}, TOKENS) == "wrong"
+
+
 def test_a_short_answer_is_compared_as_far_as_it_goes() -> None:
     assert judge(said(range(3), text=False), [truth(WIDE)], 1.0, spell) == ("equal", 3)
     assert judge(said(range(3), text=True), [truth(WIDE)], 1.0, spell) == ("equal", 3)

@@ -32,7 +32,8 @@ def figures(work: str = "decode1", **more: Any) -> dict[str, Any]:
 
 def tally(**more: Any) -> dict[str, Any]:
     return {
-        "answers": 4, "equal": 3, "near_ties": 1, "wrong": 0, "compared": 60, "near_tie": 0.5, "examples": []
+        "answers": 4, "equal": 3, "near_ties": 1, "undecided": 0, "wrong": 0, "compared": 60,
+        "near_tie": 0.5, "examples": [],
     } | more  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def test_our_side_in_words(own: dict[str, Any]) -> None:
     assert "| median step with 10,000 waiting, of one with none | 1.030 × | ≤ 1.02 × | **missed** |" in text
     assert "| `int4` | 128 MiB | 14.25 | 51.2 |" in text
     assert "| 51.2 | 102 | 2.00 × | 150 of 200 (75%) |" in text
-    assert "| engine | `decode1` | 4 | 3 | 1 | 0 | 15.0 | 0.50 |" in text
+    assert "| engine | `decode1` | 4 | 3 | 1 | 0 | 0 | 15.0 | 0.50 |" in text
     assert "queue 2030-01-02 03:04 at `abc`, load 0.2" in words
 
 
@@ -132,7 +133,7 @@ def test_ratios_to_the_best_of_the_others(others: dict[str, Any]) -> None:
     assert "| 200 | 210 (llama.cpp, Q4_0) | 0.95 × | ≥ 0.8 × | held |" in text
     assert "| llama.cpp, Q4_0 | 210 | -, - |" in text
     assert "| vLLM | 1 | 90.0 s | 3 |" in text and "| llama.cpp | 1 | 1.0 s | 1 |" in text
-    assert "| vLLM | `decode1` | 12 | 9 | 3 | 3 | 15.0 | 0.50 |" in text
+    assert "| vLLM | `decode1` | 12 | 9 | 3 | 0 | 3 | 15.0 | 0.50 |" in text
     assert "llama.cpp ran once." in text
     others["rounds"][0]["peers"]["llama.cpp"]["rows"]["decode1"]["out_tok_s"] = 87.0
     assert "| 87.0 (llama.cpp) | 1.05 × | ≥ 1.05 × | **missed** |" in peers_block(others)
