@@ -16,11 +16,10 @@ from model.attention.base import LayerKV
 from model.attention.native import StepArrays
 from model.config import ModelConfig
 from model.linear_native import NativeGated, NativeLinear
-from model.native.library import NativeLibrary
+from model.native.library import LANES, NativeLibrary
 from model.rope import Rotation
 from model.weights import LayerWeights, ModelWeights
 
-LANES = 16
 MOST_HEAD_DIM = 256
 
 
@@ -67,7 +66,6 @@ class NativeLayers:
             step.row_start,
             step.query_start,
             step.seq_len,
-            kv[0].k.shape[1],
             [layer.k for layer in kv],
             [layer.v for layer in kv],
             wanted,

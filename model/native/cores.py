@@ -19,6 +19,8 @@ class Cores:
 
     def __init__(self, library: NativeLibrary | str) -> None:
         self._library = library if isinstance(library, NativeLibrary) else None
+        # Not asked for in a step: a thread that first uses PyTorch in the step of another would be told 1.
+        self._count = torch.get_num_threads()
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -27,11 +29,10 @@ class Cores:
         if self._library is None:
             yield
             return
-        count = torch.get_num_threads()
-        self._library.ops.lend_threads(count)
-        torch.set_num_threads(1)
         try:
+            self._library.ops.lend_threads(self._count)
+            torch.set_num_threads(1)
             yield
         finally:
-            torch.set_num_threads(count)
+            torch.set_num_threads(self._count)
             self._library.ops.lend_threads(0)

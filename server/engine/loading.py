@@ -63,7 +63,9 @@ def load_machinery(
         device, dtype, block_size=options.block_size, head_dim=config.head_dim, native=kernels
     )
     decoder = Decoder(config, loaded, device, max_position=longest, layers=layers)
-    return Machinery(decoder, attention, linear, own_linear, Cores(kernels))
+    whole = layers is not None and attention.name == "native"
+    cores = Cores(kernels if whole else "PyTorch's operators do most of the work")
+    return Machinery(decoder, attention, linear, own_linear, cores)
 
 
 def check_weights(options: EngineOptions) -> None:

@@ -53,18 +53,22 @@ class ModelRunner:
         a fault of the step is raised here.
         """
         with self._cores.lent():
-            logits, told = self._forward(batch)
-            if batch.draws is None or logits is None:
-                return Drawn(np.zeros(0, dtype=np.int64), prompt=told)
+            hidden = self._hidden(batch)
+        prompt, count = batch.prompt, len(batch.wanted)
+        told = None if prompt is None else self._score(hidden[count:], prompt)
+        if batch.draws is None:
+            batch.positions[:1].cpu()
+            return Drawn(np.zeros(0, dtype=np.int64), prompt=told)
+        with self._cores.lent():
+            logits = self._decoder.logits(hidden[:count])
             if batch.draws.races < _MANY:
                 return _drawn(logits, batch.draws, told)
         return _drawn(logits, batch.draws, told)
 
-    def _forward(self, batch: ForwardBatch) -> tuple[Tensor | None, Scores | None]:
-        """The logits `[N, V]` to draw from, and the scores of prompts; if nothing is drawn, waits for the
-        device."""
-        prompt, count = batch.prompt, len(batch.wanted)
-        hidden = self._decoder.hidden(
+    def _hidden(self, batch: ForwardBatch) -> Tensor:
+        """The last states that are drawn from, then those that prompts are scored by."""
+        prompt = batch.prompt
+        return self._decoder.hidden(
             batch.ids,
             batch.positions,
             batch.segments,
@@ -72,11 +76,6 @@ class ModelRunner:
             self._pool.layers,
             batch.wanted if prompt is None else torch.cat([batch.wanted, prompt.positions]),
         )
-        told = None if prompt is None else self._score(hidden[count:], prompt)
-        if batch.draws is None:
-            batch.positions[:1].cpu()
-            return None, told
-        return self._decoder.logits(hidden[:count]), told
 
     def _score(self, hidden: Tensor, prompt: PromptWish) -> Scores:
         """hidden `[M, hidden]` -> the scores of the prompt's tokens; waits for the device."""

@@ -4,19 +4,20 @@ biases, windows, repeated heads, chunks and crowds."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from model.attention.native import NativeAttention
+from model.attention.native import NativeAttention, StepArrays
 from model.decoder import Decoder
 from model.heads import HeadMap, MeanHeads, NativeHeads, RepeatHeads
 from model.layers_native import NativeLayers, native_layers
 from model.linear_native import NativeLinearBackend
 from model.native.library import NativeLibrary
-from tests.support.attention import CPU
+from tests.support.attention import CPU, LayerCache
 from tests.support.decoding import load_decoder, new_rig, run_step, some_ids
 from tests.support.equality import assert_same_logits, logit_error
 from tests.support.native import avx2, native
@@ -142,3 +143,43 @@ def test_weights_in_another_form_have_no_layers_in_cpp(tiny: Callable[..., Path]
     library = native()
     assert native_layers(decoder.config, decoder.weights, library) is None
     assert native_layers(decoder.config, decoder.weights, "no compiler") is None
+
+
+def test_what_would_be_read_or_written_elsewhere_is_refused(
+    tiny: Callable[..., Path], library: NativeLibrary
+) -> None:
+    """The last look before plain memory: each of these would read or write past an end."""
+    decoder = with_layers(tiny(layers=2, head_dim=16), library)
+    heads = decoder.config.num_kv_heads
+    rig = new_rig(decoder, block=16)
+    meta = rig.meta([(rig.open(heads), 20)])
+    step = StepArrays.of(meta)
+    good = {
+        "x": torch.zeros(20, decoder.config.hidden_size),
+        "rotation": decoder.rope.at(meta.positions),
+        "step": step,
+        "kv": rig.layers,
+        "wanted": torch.tensor([19]),
+    }
+    other = new_rig(decoder, block=32).layers
+    half = [LayerCache(layer.k.bfloat16(), layer.v.bfloat16()) for layer in rig.layers]
+    wrong: list[tuple[str, Any, str]] = [
+        ("x", torch.zeros(19, decoder.config.hidden_size), "cos and sin"),
+        ("rotation", decoder.rope.at(meta.positions[:19]), "cos and sin"),
+        ("kv", rig.layers[:1], "one K and V for each layer"),
+        ("kv", [rig.layers[0], other[1]], "alike in all layers"),
+        ("kv", half, "the weights' dtype"),
+        ("wanted", torch.tensor([20]), "wanted must be tokens"),
+        ("wanted", torch.tensor([-1]), "wanted must be tokens"),
+        ("step", replace(step, row_slot=step.row_slot + 10_000), "rows of the tables"),
+        ("step", replace(step, row_slot=step.row_slot[:1]), "a slot for each row"),
+        ("step", replace(step, seq_len=step.seq_len - 5), "as long as its query tokens"),
+        ("step", replace(step, seq_len=step.seq_len + 100_000), "longer than its table"),
+        ("step", replace(step, query_start=step.query_start // 2), "the step's tokens"),
+    ]
+    layers = decoder.layers
+    assert layers is not None
+    for name, value, words in wrong:
+        with pytest.raises(RuntimeError, match=words):
+            layers.run(**{**good, name: value})
+    assert layers.run(**good).shape == (1, decoder.config.hidden_size)

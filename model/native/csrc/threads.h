@@ -8,8 +8,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -20,6 +23,8 @@ namespace headroom {
 inline void relax() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
 #endif
 }
 
@@ -43,7 +48,7 @@ class Threads {
     call_ = [](const void* what, int64_t chunk) { (*static_cast<const Work*>(what))(chunk); };
     work_ = &work;
     chunks_ = chunks;
-    helpers_.store(count - 1, std::memory_order_relaxed);
+    helpers_.store(int(std::min<int64_t>(count, chunks)) - 1, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
     const uint64_t generation = (left_.load(std::memory_order_relaxed) >> 32) + 1;
     left_.store(generation << 32 | uint64_t(chunks), std::memory_order_seq_cst);
@@ -53,6 +58,7 @@ class Threads {
     for (int spins = 0; done_.load(std::memory_order_acquire) != chunks; ++spins) {
       spins < kSpinsBeforeYield ? relax() : std::this_thread::yield();
     }
+    if (failed_) std::rethrow_exception(std::exchange(failed_, nullptr));
   }
 
  private:
@@ -65,7 +71,7 @@ class Threads {
     uint64_t left = left_.load(std::memory_order_acquire);
     while ((left & 0xffffffffu) != 0) {
       if (left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) {
-        call_(work_, chunks_ - int64_t(left & 0xffffffffu));
+        attempt(chunks_ - int64_t(left & 0xffffffffu));
         done_.fetch_add(1, std::memory_order_release);
         return true;
       }
@@ -73,8 +79,21 @@ class Threads {
     return false;
   }
 
+  // A chunk that fails counts as done: the job ends before its caller hears of the first failure.
+  void attempt(int64_t chunk) {
+    try {
+      call_(work_, chunk);
+    } catch (...) {
+      std::lock_guard<std::mutex> one(failing_);
+      if (!failed_) failed_ = std::current_exception();
+    }
+  }
+
   void grow(int workers) {
-    for (; workers_ < workers; ++workers_) std::thread([this, own = workers_] { serve(own); }).detach();
+    try {
+      for (; workers_ < workers; ++workers_) std::thread([this, own = workers_] { serve(own); }).detach();
+    } catch (const std::system_error&) {  // the system gives no more: those that are there do it
+    }
   }
 
   void serve(int own) {
@@ -94,7 +113,8 @@ class Threads {
     }
   }
 
-  std::mutex busy_;
+  std::mutex busy_, failing_;
+  std::exception_ptr failed_;
   int workers_ = 0;
   void (*call_)(const void*, int64_t) = nullptr;
   const void* work_ = nullptr;
