@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from model.linear import LinearBackend, PackedBackend, PlainBackend
-from model.linear_native import DTYPES, NativeLinearBackend
+from model.linear_native import NativeLinearBackend
 from model.linear_quantised_native import choose_quantised_backend
-from model.native.library import NativeLibrary
+from model.native.library import DTYPES, NativeLibrary
 from model.quantise import BITS
 
 
@@ -27,7 +27,8 @@ def choose_linear_backend(
     if isinstance(native, NativeLibrary) and dtype in DTYPES:
         return NativeLinearBackend(native, reason=f"C++ kernels, {native.about}")
     if dtype != torch.bfloat16:
-        return PlainBackend(reason=f"packed weights pay for bfloat16 only, this is {name}")
+        why_not = native if isinstance(native, str) and dtype in DTYPES else f"no kernels for {name}"
+        return PlainBackend(reason=f"torch's own matrix products: {why_not}")
     trouble = _packed_trouble(device)
     if trouble is not None:
         return PlainBackend(reason=f"no packed weights: {trouble}")

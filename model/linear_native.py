@@ -15,10 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.linear import Embedding, GatedLinear, Linear, PlainEmbedding, PlainLinear, SplitGate
-from model.native.library import NativeLibrary
-
-LANES = 16
-DTYPES = (torch.bfloat16, torch.float32)
+from model.native.library import LANES, NativeLibrary
 
 
 def to_panels(weight: Tensor) -> Tensor:

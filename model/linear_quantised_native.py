@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.linear import Embedding, GatedLinear, Linear, LinearBackend
-from model.linear_native import LANES, NativeGated, NativeLinear
+from model.linear_native import NativeGated, NativeLinear
 from model.linear_quantised import ENDS, QuantisedBackend
-from model.native.library import NativeLibrary
+from model.native.library import LANES, NativeLibrary
 from model.quantise import GROUP, Bits, Quantised, quantise
 
 

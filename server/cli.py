@@ -262,12 +262,14 @@ def _kernels(words: Sequence[str], env: Mapping[str, str]) -> int:
         "kernels",
         "[flags]",
         "Compile the operators in C++ for this CPU unless they are in the cache, and print their file. "
-        "Otherwise the first start does it.",
+        "Otherwise the first start does it. The environment variable CXX names a compiler other than the "
+        "system's.",
     )
     parser.add_argument(
         "--portable",
         action="store_true",
-        help="compile them for each kind of CPU, into the package, where all its users find them: for images",
+        help="compile them for x86-64 CPUs (AVX2, AVX-512), into the package, where all its users find "
+        "them: for images",
     )
     args = parser.parse_intermixed_args(words)
     from model.fetch import default_cache_dir

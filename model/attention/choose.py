@@ -25,4 +25,4 @@ def choose_attention_backend(
         why_not = f"native kernels are for CPUs, this is {device.type}"
     if why_not is None and isinstance(native, NativeLibrary):
         return NativeAttention(native)
-    return ReferenceAttention(device, reason=f"plain PyTorch, any device ({why_not})")
+    return ReferenceAttention(device, reason=f"plain PyTorch: {why_not}")

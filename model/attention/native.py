@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMeta, AttentionStep, LayerKV
-from model.native.library import NativeLibrary
-
-LANES = 16
-DTYPES = (torch.bfloat16, torch.float32)
+from model.native.library import DTYPES, LANES, NativeLibrary
 
 
 def unfit(dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+LANES = 16  # numbers that the kernels take side by side: outputs of a panel, tokens of a block
+DTYPES = (torch.bfloat16, torch.float32)  # that they compute in
+
 
 class NativeUnavailable(Exception):
     """Why there are no native operators: one line, for the start table."""

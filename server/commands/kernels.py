@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 from model.native.build import Recipe, load_native, prebuild
 from model.native.library import NativeUnavailable
+from model.native.target import X86
 from server.commands.progress import progress
 from server.engine.errors import ConfigError
 
 
 def kernels(cache_dir: Path, compiler: str | None, portable: bool) -> int:
     """Compile them for this CPU unless they are in the cache, and print their file; or with `portable` for
-    each kind of CPU, into the package. Raises ConfigError, one line, where that cannot be."""
+    x86-64 CPUs, into the package. Raises ConfigError, one line, where that cannot be."""
+    if portable and platform.machine() not in X86:
+        raise ConfigError(f"--portable compiles for x86-64 only; this is {platform.machine()}")
     recipe = Recipe(compiler=compiler)
     try:
         with progress() as shown:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from model.native.target import cpu_flags
 from server.engine.errors import ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -62,16 +62,6 @@ def _choose_on_gpu(checkpoint: torch.dtype) -> DTypeChoice:
     if checkpoint is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         return DTypeChoice(torch.float16, "the checkpoint is bfloat16, which this GPU does not compute in")
     return DTypeChoice(checkpoint, f"the checkpoint is {_spell(checkpoint)}")
-
-
-def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """The instruction sets that /proc/cpuinfo lists; empty where there is no such file."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    found = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(found.partition(":")[2].split())
 
 
 def _spell(dtype: torch.dtype) -> str:

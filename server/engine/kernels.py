@@ -35,13 +35,13 @@ def _load(cache_dir: Path, progress: Progress, compiler: str | None) -> NativeLi
     try:
         return load_native(cache_dir, Recipe(compiler=compiler), say=lambda text: progress.start(text, None))
     except NativeUnavailable as error:
-        return f"no native operators: {error}"
+        return str(error)
 
 
 def choose_native(kernels: str, device: torch.device, source: NativeSource | None) -> NativeLibrary | str:
     """What `kernels` (auto or torch) comes to on `device`: the library, or the reason for PyTorch's own."""
     if kernels == "torch":
-        return "PyTorch's own, as asked"
+        return "--kernels torch"
     if device.type != "cpu":
         return f"native operators are for CPUs, this is {device.type}"
     if source is None:

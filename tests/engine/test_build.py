@@ -11,9 +11,10 @@ import torch
 
 from model.errors import ModelError
 from model.heads import NativeHeads, RepeatHeads, Variant
+from model.native.target import cpu_flags
 from server.engine import build, device, loading, sizing
 from server.engine.build import build_engine
-from server.engine.device import choose_device, choose_dtype, cpu_flags
+from server.engine.device import choose_device, choose_dtype
 from server.engine.errors import ConfigError
 from server.engine.options import EngineOptions
 from server.engine.sizing import size_pool
@@ -178,13 +179,6 @@ def test_n2_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.dtype is torch.float32
     assert choice.reason == "the checkpoint is bfloat16, but this CPU has neither amx_bf16 nor avx512_bf16"
     assert choose_dtype("float16", torch.bfloat16, CPU).dtype is torch.float16
-
-
-def test_cpu_flags(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_tile\nbugs\t: x\n")
-    assert cpu_flags(tmp_path) == {"fpu", "avx512_bf16", "amx_tile"}
-    assert cpu_flags(tmp_path / "nowhere") == frozenset()
 
 
 def test_16_bit_checkpoints_run_in_their_dtype_or_fp32(tiny: Callable[..., Path]) -> None:

@@ -34,7 +34,7 @@ def test_the_choice() -> None:
     def never() -> NativeLibrary:
         raise AssertionError("compiled for nothing")
 
-    assert choose_native("torch", CPU, never) == "PyTorch's own, as asked"
+    assert choose_native("torch", CPU, never) == "--kernels torch"
     assert choose_native("auto", torch.device("cuda"), never) == "native operators are for CPUs, this is cuda"
     assert choose_native("auto", CPU, None) == "no native operators were given"
     assert choose_native("auto", CPU, lambda: LIBRARY) is LIBRARY
@@ -48,14 +48,14 @@ def test_it_looks_once_and_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_pat
         calls.append((cache, recipe.compiler))
         assert callable(say)
         say("compiling")
-        raise NativeUnavailable("no C++ compiler, g++ or clang++")
+        raise NativeUnavailable("no C++ compiler found, neither g++ nor clang++")
 
     monkeypatch.setattr(kernels, "load_native", fail)
     told = Told()
     source = native_source(tmp_path, told, "clang++")
     assert calls == []
     for _ in range(2):
-        assert source() == "no native operators: no C++ compiler, g++ or clang++"
+        assert source() == "no C++ compiler found, neither g++ nor clang++"
     assert (calls, told.labels) == ([(tmp_path, "clang++")], ["compiling"])
 
 
@@ -63,7 +63,7 @@ def test_it_looks_once_and_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_the_reason_is_among_the_facts(tiny_served: Path, asked: str) -> None:
     """Where the operators are missing, PyTorch computes, and says why."""
     options = EngineOptions(device="cpu", dtype="bfloat16", kv_memory=1 << 20, kernels=asked)
-    _, facts = build_engine(options, tiny_served, native=lambda: "no native operators: none today")
-    why = {"torch": "as asked", "auto": "none today"}[asked]
-    assert (facts.attention_backend, why in facts.attention_reason) == ("reference", True), facts
+    _, facts = build_engine(options, tiny_served, native=lambda: "none today")
+    why = {"torch": "--kernels torch", "auto": "none today"}[asked]
+    assert (facts.attention_backend, facts.attention_reason) == ("reference", f"plain PyTorch: {why}")
     assert facts.linear_backend != "native"
