@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support.engines import on_batches
 from tests.support.server import RunningServer, Served, inside, running
 from tests.support.sse import read_stream
 
@@ -203,32 +204,42 @@ def in_background(ask: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def waiting(server: Served) -> int:
-    return int(server.http.get("/health").json()["waiting"])
+def wait_until_waiting(server: Served, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while int(server.http.get("/health").json()["waiting"]) < count:
+        assert time.monotonic() < deadline, f"{count} requests do not wait"
+        time.sleep(0.002)
 
 
 def test_priority_over_http(narrow: Served) -> None:
     """One runs, four wait; a fifth is refused whatever its number; then they run by theirs, lowest first."""
-    ended: list[int] = []
-    with narrow.http.stream("POST", C, json={**LONG, "max_tokens": 450, "stream": True}) as running_one:
+    everybody = threading.Event()
+    steps: list[tuple[int, int]] = []  # tokens that ran, and of the sequence by then
+
+    def hook(batch: Any) -> None:
+        steps.append((len(batch.ids), int(batch.meta.host_seq_len[0])))
+        if len(steps) > 3:  # the first tokens of the one that runs; the rest when the others are there
+            everybody.wait(60)
+
+    on_batches(narrow.engine, hook)
+    with narrow.http.stream("POST", C, json={**LONG, "stream": True}) as running_one:
         lines = running_one.iter_lines()
         next(lines)
         threads = []
         for place, priority in enumerate([3, 0, -5, 3]):
+            body = {**SHORT, "prompt": [5] * (100 + place), "priority": priority}
 
-            def ask(number: int = place, priority: int = priority) -> None:
-                body = {**LONG, "max_tokens": 100, "prompt": f"number {number}", "priority": priority}
+            def ask(body: dict[str, Any] = body) -> None:
                 assert narrow.http.post(C, json=body).status_code == 200
-                ended.append(number)
 
             threads.append(in_background(ask))
-            while waiting(narrow) <= place:
-                time.sleep(0.002)
+            wait_until_waiting(narrow, place + 1)
         refused = narrow.http.post(C, json={**SHORT, "priority": -(2**31)})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
+        everybody.set()
         rest = read_stream(lines)
     assert rest.done and rest.finish == "length"
     for thread in threads:
         thread.join()
-    assert ended == [2, 1, 0, 3]
+    assert [length - 100 for count, length in steps[1:] if count > 1] == [2, 1, 0, 3]
