@@ -7,17 +7,20 @@ The right answers come from transformers.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.engines import on_batches
 from tests.support.reference import load_reference, load_reference_tokenizer
 from tests.support.server import Served, inside
 from tests.support.sse import read_stream
 
 TOKENS = 40
+CONTEXT = 256  # tokens that RAND can hold
 QUESTIONS = [
     [7 + i, *range(100 + 10 * i, 100 + 10 * i + length)] for i, length in enumerate((3, 15, 30, 63, 120))
 ]
@@ -90,20 +93,28 @@ def test_n1_beside_fifteen_others(server: Served, answers: list[str], place: int
         assert asyncio.run(ask_many(server, bodies))[place] == text
 
 
-def test_n1_arriving_while_others_run(server: Served, answers: list[str]) -> None:
+def test_n1_arriving_while_others_run(
+    server: Served, answers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fifteen are decoding, some sampled, when the questions come in one by one."""
+    forward = server.engine._runner.run
+    monkeypatch.setattr(server.engine._runner, "run", forward)  # put back at the end
+    on_batches(server.engine, lambda batch: time.sleep(0.005))
 
     async def late() -> list[str]:
-        others = [body(ids, "late", max_tokens=100) for ids in CROWD]
+        others = [body(ids, "late", max_tokens=CONTEXT - len(ids)) for ids in CROWD]
         for other in others[::2]:
             other |= {"temperature": 1.4, "top_k": 50, "seed": 3}
         crowd = asyncio.create_task(ask_many(server, others))
-        texts = []
+        asked = []
         for ids in QUESTIONS:
             await asyncio.sleep(0.05)
-            texts += await ask_many(server, [body(ids, "late")])
+            asked.append(asyncio.create_task(ask_many(server, [body(ids, "late")])))
+        texts = [await one for one in asked[:-1]]
+        assert not crowd.done(), "the questions were answered alone"
+        texts.append(await asked[-1])
         await crowd
-        return texts
+        return [text for (text,) in texts]
 
     assert asyncio.run(late()) == answers
 

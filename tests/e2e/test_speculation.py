@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import checkpoints
+from tests.support.engines import rows_are_free
 from tests.support.server import Served, inside
 from tests.support.sse import read_stream
 
@@ -21,6 +22,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, smol: Path) -> Iterator[tuple
     folder = checkpoints.make_chain(tmp_path_factory.mktemp("loop"), [*LOOP, LOOP[0]])
     checkpoints.add_tokenizer(folder, smol)
     with inside(folder, speculate="off") as plain, inside(folder, speculate="ngram", debug=True) as drafting:
+        rows_are_free(drafting.engine)
         yield plain, drafting
 
 

@@ -17,17 +17,18 @@ from server.engine.speculation import LONGEST, Speculation
 from server.engine.step_cost import StepCost
 from tests.support.checkpoints import make_chain
 from tests.support.driving import Answer, fp32_engine, greedy_request, run
-from tests.support.engines import checked, manager_of, on_batches, pool_of, prompt_of, run_staggered
+from tests.support.engines import (
+    Flat,
+    checked,
+    manager_of,
+    on_batches,
+    pool_of,
+    prompt_of,
+    run_staggered,
+)
 
 WARM = SamplingParams(temperature=0.8, seed=11)
 NARROW = SamplingParams(temperature=1.2, top_p=0.9, top_k=40, seed=12, logit_bias=((7, 2.0), (9, -3.0)))
-
-
-class Flat(StepCost):
-    """Rows are free."""
-
-    def seconds(self, tokens: int) -> float:
-        return 1.0
 
 
 class Steep(StepCost):

@@ -16,7 +16,7 @@ from server.engine.request import Request, SamplingParams
 from server.engine.scheduler import Scheduled
 from server.engine.steady import _Steady
 from tests.support.driving import GREEDY, fp32_engine, greedy_request, run
-from tests.support.engines import pool_of, prompt_of
+from tests.support.engines import pool_of, prompt_of, rows_are_free
 
 WARM = SamplingParams(temperature=0.9, seed=3)
 NARROW = SamplingParams(temperature=1.1, top_p=0.8, top_k=30, min_p=0.01, seed=4, logit_bias=((4, 1.0),))
@@ -98,8 +98,8 @@ def test_where_sequences_are_pushed_out_and_come_back_elsewhere(small: Path) -> 
     assert any(quick) and not all(quick)
 
 
-def test_beside_drafts(tmp_path: Path, small: Path) -> None:
-    engine, quick = compared(fp32_engine(small, speculate="ngram")[0])
+def test_beside_drafts(small: Path) -> None:
+    engine, quick = compared(rows_are_free(fp32_engine(small, speculate="ngram")[0]))
     prompt = prompt_of(6, 1) * 4
     run(engine, [greedy_request(prompt, 60), greedy_request(prompt, 60, sampling=WARM)])
     assert engine.stats().drafts > 0 and engine.stats().failed_steps == 0 and any(quick)
