@@ -17,12 +17,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest import bench_page
+from loadtest import bench_answers, bench_page
+from loadtest.bench_answers import Origin
 from loadtest.bench_engine import folder_of
 from loadtest.bench_http import server_part
 from loadtest.bench_machine import about
@@ -37,6 +38,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = "loadtest/results/bench.json"
 OUT = "loadtest/out/bench"  # answers, until they are checked
 ALL = ("ceiling", "engine", "http", "mixed", "context", "queue", "quantised", "speculation", "check")
+
+
+FAULTS = (BenchError, StreamError, ServerFault, OSError, TimeoutError, SystemExit)  # end a part, not the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +58,81 @@ class Plan:
 
 def run(plan: Plan, texts: Path) -> int:
     """Every part in turn; `texts` is a folder for the answers between their part and the check. Returns how
-    many parts failed; the others are kept."""
+    many parts failed, the check with a wrong answer among them; the others are kept."""
     folder, failed = folder_of(plan.model), 0
     version = commit()  # before results are written into the clone
     for part in plan.parts:
+        if part == "check" and plan.check == 0:
+            continue
         print(f"== {part}", flush=True)
         load = os.getloadavg()[0]
         try:
-            found = _measure(part, plan, folder, texts)
-        except (BenchError, StreamError, ServerFault, OSError, TimeoutError) as error:
-            print(f"{part}: {error}", file=sys.stderr)
+            found, answers = _measure(part, plan, folder, texts)
+        except FAULTS as error:
+            tell_fault(part, error)
             failed += 1
             continue
+        if answers:
+            bench_answers.write(texts / f"{part}.json", Origin(plan.model, plan.seed, version), answers)
         stamp = {"commit": version, "date": now(), "load": load, "seed": plan.seed}
         keep(plan.result, plan.model, {part: stamp | found})
+        failed += part == "check" and tell_wrong(found["tallies"], found["tallies"])
     return failed
 
 
-def _measure(part: str, plan: Plan, folder: Path, texts: Path) -> dict[str, Any]:
+def tell_fault(name: str, error: BaseException) -> None:
+    """A line on stderr; a SystemExit that is no server's last words is raised again, as a signal's is."""
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        raise error
+    print(f"{name}: {error}", file=sys.stderr)
+
+
+def tell_wrong(tallies: dict[str, Any], ours: Collection[str]) -> bool:
+    """Say which answers of `ours` are wrong; whether there are any."""
+    found = bench_answers.wrong(tallies, ours)
+    for line in found:
+        print(line, file=sys.stderr)
+    return bool(found)
+
+
+def _measure(part: str, plan: Plan, folder: Path, texts: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A part's figures, and its answers by workload if they are to be checked."""
     if part == "check":
-        return checked(folder, {path.stem: path for path in sorted(texts.glob("*.json"))}, plan.check)
+        return _checked_here(plan, folder, texts), {}
     if part == "http":
         works = few(list(WORKLOADS.values()), plan.requests)
-        found, answers = server_part(plan.model, folder, works, plan.seed, plan.flags)
-        (texts / "http.json").write_text(json.dumps(answers), encoding="utf-8")
-        return found
+        return server_part(plan.model, folder, works, plan.seed, plan.flags)
     more = [] if plan.requests is None else ["--requests", str(plan.requests)]
-    if part == "engine":
-        more += ["--texts", str(texts / "engine.json")]
     words = ["loadtest.bench_parts", part, "--model", plan.model, "--seed", str(plan.seed), *more]
-    return child(words)
+    if part != "engine":
+        return child(words), {}
+    with tempfile.TemporaryDirectory(prefix="headroom-bench-") as name:
+        answers = Path(name) / "answers.json"
+        found = child([*words, "--texts", str(answers)])
+        return found, json.loads(answers.read_text(encoding="utf-8"))
+
+
+def _checked_here(plan: Plan, folder: Path, texts: Path) -> dict[str, Any]:
+    """The tallies of the answers that belong to the figures in the results."""
+    kept = json.loads(plan.result.read_text(encoding="utf-8")) if plan.result.exists() else {"parts": {}}
+    origins = {
+        name: Origin(kept["model"], part["seed"], part["commit"])
+        for name, part in kept["parts"].items()
+        if kept["model"] == plan.model
+    }
+    files = {path.stem: path for path in sorted(texts.glob("*.json"))}
+    return checked(folder, bench_answers.of_this_run(files, origins), plan.check)
 
 
 def child(words: Sequence[str], python: str = sys.executable) -> dict[str, Any]:
-    """The JSON that a module of ours writes in a process of its own. Raises BenchError."""
+    """The JSON that a module of ours writes in a process of its own; our own parts wait for work as `serve`
+    does, without turning in circles. Raises BenchError."""
+    ours = {"OMP_WAIT_POLICY": "PASSIVE"} if python == sys.executable else {}
     with tempfile.TemporaryDirectory(prefix="headroom-bench-") as name:
         result = Path(name) / "found.json"
-        done = subprocess.run([python, "-m", *words, "--json", str(result)], cwd=ROOT, check=False)
+        done = subprocess.run(
+            [python, "-m", *words, "--json", str(result)], cwd=ROOT, env=ours | os.environ, check=False
+        )
         if done.returncode or not result.exists():
             raise BenchError(f"{words[0]} ended with code {done.returncode}")
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
@@ -126,7 +168,9 @@ def add_flags(parser: argparse.ArgumentParser, result: str) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="default: %(default)s")
     parser.add_argument("--seed", type=int, help="of the prompts (default: a fresh one)")
     parser.add_argument("--requests", type=int, metavar="N", help="at most so many a workload: a quick look")
-    parser.add_argument("--check", type=int, metavar="N", help="check so many answers each (default: all)")
+    parser.add_argument(
+        "--check", type=int, metavar="N", help="check so many answers each (default: all; 0: none)"
+    )
     parser.add_argument(
         "--serve", default="", metavar="FLAGS", help='more flags for our server, as --serve="--threads 2"'
     )

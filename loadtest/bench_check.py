@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loadtest.bench_answers import read
 from loadtest.equality import first_difference, near_ties
 
 TOKENS = 16  # of each answer
@@ -249,7 +250,7 @@ def main() -> int:
     parser.add_argument("--check", type=int, metavar="N", help="so many prompts of a workload (default: all)")
     options = parser.parse_args()
     named = dict(each.split("=", 1) for each in options.texts)
-    files = {name: json.loads(Path(path).read_text(encoding="utf-8")) for name, path in named.items()}
+    files = {name: read(Path(path)) for name, path in named.items()}
     found = check(Oracle(options.model), files, options.check)
     options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for name, works in found.items():

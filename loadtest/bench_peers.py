@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shlex
 import subprocess
 import sys
@@ -24,16 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import bench_page, peers
-from loadtest.bench import ROOT, add_flags, checked, child, finish
+from loadtest.bench import FAULTS, ROOT, add_flags, checked, child, finish, tell_fault, tell_wrong
+from loadtest.bench_answers import Origin, of_this_run, write
 from loadtest.bench_engine import folder_of
 from loadtest.bench_http import started
 from loadtest.bench_machine import about
 from loadtest.bench_peers_page import OURS, peers_block
+from loadtest.bench_peers_record import Record, resumed
+from loadtest.bench_perplexity import perplexity
 from loadtest.bench_rows import BenchError
 from loadtest.bench_work import WORKLOADS
 from loadtest.http_bench import few, run, tell
-from loadtest.own_server import ServerFault, free_port, leave_on_sigterm, running
-from loadtest.stream import StreamError
+from loadtest.own_server import free_port, leave_on_sigterm, running
 from server import __version__
 from server.tools.compare.machine import commit, now
 
@@ -55,6 +56,11 @@ class Plan:
     places: peers.Places
     requests: int | None
     flags: tuple[str, ...]
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the model's embedding."""
+        return int(json.loads((self.folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
 
 def headroom(plan: Plan, names: Sequence[str], seed: int) -> Found:
@@ -87,7 +93,8 @@ def llama(plan: Plan, names: Sequence[str], seed: int) -> Found:
 def openvino(plan: Plan, names: Sequence[str], seed: int) -> Found:
     """OpenVINO's engine, in its own Python."""
     python, weights = peers.openvino(plan.places)
-    found, texts = _child(["loadtest.peer_openvino", "--gguf", str(weights)], plan, names, seed, str(python))
+    words = ["loadtest.peer_openvino", "--gguf", str(weights), "--vocab", str(plan.vocab)]
+    found, texts = _child(words, plan, names, seed, str(python))
     return found | {"over": "engine"}, texts
 
 
@@ -102,22 +109,10 @@ def q4(plan: Plan, names: Sequence[str], seed: int) -> Found:
     """llama.cpp's own benchmark, which decodes 128 tokens after nothing, four times. Raises BenchError."""
     program, weights, version = peers.llama_bench(plan.places)
     threads = str(len(os.sched_getaffinity(0)))
-    command = [
-        str(program),
-        "-m",
-        str(weights),
-        "-p",
-        "0",
-        "-n",
-        "128",
-        "-r",
-        "4",
-        "-t",
-        threads,
-        "-o",
-        "json",
-    ]
-    done = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, timeout=600, check=False)
+    command = (
+        str(program), "-m", str(weights), "-p", "0", "-n", "128", "-r", "4", "-t", threads, "-o", "json",
+    )  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise BenchError(f"llama-bench ended with code {done.returncode}: {done.stderr[-300:]}")
     rate = float(json.loads(done.stdout)[0]["avg_ts"])
@@ -146,7 +141,7 @@ def _peer(peer: peers.Peer, port: int, plan: Plan, names: Sequence[str], seed: i
 
 def _http(url: str, served: str, plan: Plan, names: Sequence[str], seed: int) -> Found:
     works = few([WORKLOADS[name] for name in names], plan.requests)
-    return run(url, served, works, seed, tell)
+    return run(url, served, works, seed, tell, plan.vocab)
 
 
 def _child(
@@ -159,59 +154,40 @@ def _child(
     return found, json.loads(path.read_text(encoding="utf-8"))
 
 
-@dataclass(slots=True)
-class Record:
-    """The file of results, rewritten after each server."""
-
-    path: Path
-    found: dict[str, Any]
-
-    def save(self) -> None:
-        """Whole or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text(json.dumps(self.found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        fresh.replace(self.path)
-
-    def round(self, number: int, seed: int | None) -> dict[str, Any]:
-        """Round `number`, counted from 0, made with a fresh seed if it is not there."""
-        rounds: list[dict[str, Any]] = self.found["rounds"]
-        if number == len(rounds):
-            fresh = random.SystemRandom().randrange(1 << 31) if seed is None else seed + number
-            rounds.append({"seed": fresh, "peers": {}})
-        return rounds[number]
-
-
 def measure(plan: Plan, keep: Record, options: argparse.Namespace) -> None:
     """All rounds; a server that fails or is missing is said and left out."""
     only, once = options.only.split(","), options.once.split(",") if options.once else []
+    version = commit()
     for number in range(options.rounds):
         this = keep.round(number, options.seed)
         order = only[number % len(only) :] + only[: number % len(only)]
         for short in order:
-            name, ask = SERVERS[short]
+            name, _ = SERVERS[short]
             works = [
                 work
                 for work in options.workloads.split(",")
                 if f"{short}:{work}" not in (once if number else ()) and work in LIMITED.get(short, (work,))
             ]
-            if name in this["peers"] or not works:
-                continue
-            print(f"== round {number + 1}: {name}", flush=True)
-            load = os.getloadavg()[0]
-            try:
-                found, texts = ask(plan, works, this["seed"])
-            except (
-                peers.Missing, BenchError, StreamError, ServerFault, OSError, TimeoutError, SystemExit,
-            ) as error:  # fmt: skip
-                if isinstance(error, SystemExit) and isinstance(error.code, int):
-                    raise  # a signal
-                print(f"{name}: {error}", file=sys.stderr)
-                continue
-            this["peers"][name] = found | {"load": load}
-            _answers(number, short).write_text(json.dumps(texts), encoding="utf-8")
-            keep.save()
+            if name not in this["peers"] and works:
+                print(f"== round {number + 1}: {name}", flush=True)
+                _turn(plan, this, short, works, (_answers(number, short), version))
+                keep.save()
         _check(plan, keep, number, only, options.check)
+
+
+def _turn(plan: Plan, this: dict[str, Any], short: str, works: Sequence[str], to: tuple[Path, str]) -> None:
+    """One server's turn in the round `this`: its entry, and its answers with the commit, `to` a file."""
+    (name, ask), (path, version), load = SERVERS[short], to, os.getloadavg()[0]
+    failed: dict[str, str] = this.setdefault("failed", {})
+    try:
+        found, texts = ask(plan, works, this["seed"])
+    except (peers.Missing, *FAULTS) as error:
+        tell_fault(name, error)
+        failed[name] = "is not installed" if isinstance(error, peers.Missing) else "failed"
+        return
+    failed.pop(name, None)
+    this["peers"][name] = found | {"load": load, "commit": version}
+    write(path, Origin(plan.model, this["seed"], version), texts)
 
 
 def _check(plan: Plan, keep: Record, number: int, only: Sequence[str], most: int | None) -> None:
@@ -220,9 +196,13 @@ def _check(plan: Plan, keep: Record, number: int, only: Sequence[str], most: int
     files = {
         SERVERS[short][0]: _answers(number, short)
         for short in only
-        if SERVERS[short][0] in this["peers"] and _answers(number, short).exists()
+        if SERVERS[short][0] in this["peers"] and short not in LIMITED
     }
-    if most == 0 or not files or set(this.get("check", {})) >= set(files):
+    origins = {
+        name: Origin(plan.model, this["seed"], entry["commit"]) for name, entry in this["peers"].items()
+    }
+    files = {} if most == 0 else of_this_run(files, origins)
+    if not files or set(this.get("check", {})) >= set(files):
         return
     print(f"== round {number + 1}: checking answers", flush=True)
     this["check"] = checked(plan.folder, files, most)["tallies"]
@@ -234,7 +214,7 @@ def _answers(number: int, short: str) -> Path:
 
 
 def begin(path: Path, options: argparse.Namespace) -> Record:
-    """The results so far with `--resume`, else empty ones."""
+    """The results so far with `--resume`, else empty ones. Raises BenchError."""
     once = [each.split(":") for each in options.once.split(",") if each]
     notes = [
         f"{SERVERS[short][0]} ran {', '.join(f'`{work}`' for name, work in once if name == short)} "
@@ -243,15 +223,38 @@ def begin(path: Path, options: argparse.Namespace) -> Record:
         if short in options.only.split(",") and options.rounds > 1
     ]
     if options.resume and path.exists():
-        return Record(path, json.loads(path.read_text(encoding="utf-8")))
+        return resumed(path, options.model, asdict(about()))
     machine = asdict(about())
     return Record(
         path,
         {
-            "model": options.model, "machine": machine, "commit": commit(), "date": now(), "notes": notes,
-            "rounds": [],
+            "model": options.model, "machine": machine, "date": now(), "notes": notes, "rounds": [],
         },
     )  # fmt: skip
+
+
+def add_perplexity(plan: Plan, keep: Record) -> None:
+    """Beside the figures in 4 bits, once."""
+    ran = any(OURS["quantised"] in each["peers"] for each in keep.found["rounds"])
+    if not ran or "perplexity" in keep.found:
+        return
+    try:
+        found = perplexity(plan.model, measure=plan.requests is None)
+    except BenchError as error:
+        tell_fault("perplexity", error)
+        return
+    if found is not None:
+        keep.found["perplexity"] = found
+        keep.save()
+
+
+def ours_fell_short(found: dict[str, Any]) -> bool:
+    """Say what is wrong with our own side, if anything: an answer, or a server that did not run."""
+    ours, bad = set(OURS.values()), False
+    for each in found["rounds"]:
+        bad |= tell_wrong(each.get("check", {}), ours)
+        bad |= bool(ours & set(each.get("failed", {})))
+    return bad
 
 
 def main() -> int:
@@ -276,11 +279,16 @@ def main() -> int:
     plan = Plan(
         options.model, folder_of(options.model), places, options.requests, tuple(shlex.split(options.serve))
     )
-    keep = begin(result, options)
+    try:
+        keep = begin(result, options)
+    except BenchError as error:
+        print(error, file=sys.stderr)
+        return 1
     measure(plan, keep, options)
+    add_perplexity(plan, keep)
     print(peers_block(keep.found))
     finish(bench_page.render, result == ROOT / RESULT)
-    return 0
+    return 1 if ours_fell_short(keep.found) else 0
 
 
 if __name__ == "__main__":

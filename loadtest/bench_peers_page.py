@@ -52,18 +52,19 @@ def peers_block(found: Found) -> str:
     seen = sorted({name for each in found["rounds"] for name in each["peers"]})
     made = [
         lines(
-            f"{where(found)} Measured {found['date'][:10]} at commit `{found['commit']}`; {times}, in each "
-            "of which all run in turn, with the same prompts, of a fresh seed. Figures are medians over the "
-            "rounds."
+            f"{where(found)} Measured {found['date'][:10]} at {_commits(found)}; {times}, in each of which "
+            "all run in turn, with the same prompts, of a fresh seed. Figures are medians over the rounds; "
+            "the load is the machine's, just before a server was started."
         ),
-        table(("server", "version", "command to ready", "rounds a workload"), _servers(found, seen)),
+        table(("server", "version", "command to ready", "load", "rounds a workload"), _servers(found, seen)),
     ]
+    made += [lines(_failed(found))] if _failed(found) else []
     made += [lines(note) for note in found.get("notes", ())]
     for over, how in _OVER.items():
-        rows = _ratios(found, over)
-        if rows:
-            heads = ("workload", "figure", "Headroom", "best of the others", "ratio", "bar", "")
-            made += [f"### Ratios, {how}", table(heads, rows)]
+        heads = ("workload", "figure", "Headroom", "best of the others", "ratio", "bar", "")
+        made += [f"### Ratios, {how}", table(heads, _ratios(found, over))]
+    if "perplexity" in found:
+        made.append(lines(_perplexity(found["perplexity"])))
     made += ["### Everybody's figures", table(_HEADS, _all(found, seen))]
     checks = [each["check"] for each in found["rounds"] if each.get("check")]
     if checks:
@@ -114,14 +115,15 @@ def _ratios(found: Found, over: str) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for goal in (goal for goal in GOALS if over in goal.over):
         ours, best = medians(found, OURS[over], goal.workload), best_peer(found, goal, over)
-        if ours is None or best is None:
-            continue
-        value = ours[goal.figure]
-        ratio = value / best[1]
+        value = None if ours is None else ours[goal.figure]
+        ratio = None if value is None or best is None else value / best[1]
+        judged = value if goal.alone else ratio
         rows.append(
             (
-                f"`{goal.workload}`", _FIGURES[goal.figure], number(value), f"{number(best[1])} ({best[0]})",
-                f"{ratio:.2f} ×", _bar(goal), verdict(goal.bar, value if goal.alone else ratio),
+                f"`{goal.workload}`", _FIGURES[goal.figure], "-" if value is None else number(value),
+                "-" if best is None else f"{number(best[1])} ({best[0]})",
+                "-" if ratio is None else f"{ratio:.3f} ×", _bar(goal),
+                "not measured" if judged is None else verdict(goal.bar, judged),
             )
         )  # fmt: skip
     return rows
@@ -142,10 +144,41 @@ def _servers(found: Found, seen: Sequence[str]) -> list[Sequence[str]]:
         rows.append(
             (
                 name, str(runs[-1]["version"]),
-                f"{statistics.median(ready):.1f} s" if ready else "", times,
+                f"{statistics.median(ready):.1f} s" if ready else "", _loads(runs), times,
             )
         )  # fmt: skip
     return rows
+
+
+def _loads(runs: Sequence[Found]) -> str:
+    loads = [run["load"] for run in runs]
+    return f"{min(loads):.1f}" + (f" to {max(loads):.1f}" if len(loads) > 1 else "")
+
+
+def _commits(found: Found) -> str:
+    """The commits that were measured, in order; more than one where a run was resumed."""
+    entries = [entry for each in found["rounds"] for entry in each["peers"].values()]
+    names = list(dict.fromkeys(f"`{entry['commit']}`" for entry in entries))
+    return ("commit " if len(names) == 1 else "commits ") + ", ".join(names)
+
+
+def _failed(found: Found) -> str:
+    """Who of the servers that were to run did not, and in which rounds."""
+    rounds: dict[tuple[str, str], list[str]] = {}
+    for count, each in enumerate(found["rounds"], 1):
+        for name, why in each.get("failed", {}).items():
+            rounds.setdefault((name, why), []).append(str(count))
+    said = [f"{name} {why} (round {', '.join(numbers)})" for (name, why), numbers in rounds.items()]
+    return f"Not measured: {'; '.join(said)}." if said else ""
+
+
+def _perplexity(found: Found) -> str:
+    """What the weights in 4 bits cost."""
+    plain, small = found["none"], found["int4"]
+    return (
+        f"Perplexity on {small['text']}, {small['positions']:,} positions: {small['perplexity']:.2f} with "
+        f"`--weights int4`, {plain['perplexity']:.2f} as the model is."
+    )
 
 
 def _works(found: Found) -> list[str]:

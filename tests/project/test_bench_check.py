@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loadtest.bench_answers import Origin, write
 from loadtest.bench_check import TOKENS, Oracle, Truth, check, judge
 from loadtest.equality import first_difference, near_ties
 from loadtest.tiny import make_tiny
@@ -171,7 +172,7 @@ def test_the_command_writes_what_it_found(
 
     found = oracle.truths(PROMPTS[:1])[0]
     texts, result = tmp_path / "texts.json", tmp_path / "found.json"
-    texts.write_text(json.dumps({"w": [{"prompt": PROMPTS[0], **said(found.ids, text=False)}]}))
+    write(texts, Origin("tiny", 1, "abc"), {"w": [{"prompt": PROMPTS[0], **said(found.ids, text=False)}]})
     words = ["x", "--model", str(tiny_folder), "--texts", f"ours={texts}", "--json", str(result)]
     monkeypatch.setattr("sys.argv", words)
     assert bench_check.main() == 0

@@ -64,6 +64,8 @@ def own() -> dict[str, Any]:
 def peer(over: str, rate: float, ready: float | None = None, **more: Any) -> dict[str, Any]:
     return {
         "over": over,
+        "load": 0.25,
+        "commit": "abc",
         "version": "1",
         "ready_s": ready,
         "rows": {"decode1": figures(out_tok_s=rate, **more)},
@@ -91,7 +93,7 @@ def others() -> dict[str, Any]:
             peers["llama.cpp"] = peer("http", 84.0, 1.0)
         rounds.append({"seed": number, "peers": peers, "check": {"vLLM": {"decode1": tally(wrong=1)}}})
     return {
-        "model": "m", "machine": MACHINE, "commit": "abc", "date": STAMP["date"], "rounds": rounds,
+        "model": "m", "machine": MACHINE, "date": STAMP["date"], "rounds": rounds,
         "notes": ["llama.cpp ran once."],
     }  # fmt: skip
 
@@ -128,15 +130,36 @@ def test_a_part_that_did_not_run_is_left_out(own: dict[str, Any]) -> None:
 
 def test_ratios_to_the_best_of_the_others(others: dict[str, Any]) -> None:
     text = peers_block(others)
-    assert "| `decode1` | output tok/s | 91.0 | 84.0 (llama.cpp) | 1.08 × | ≥ 1.05 × | held |" in text
-    assert "| `decode1` | output tok/s | 95.0 | 51.0 (OpenVINO) | 1.86 × | ≥ 1.05 × | held |" in text
-    assert "| 200 | 210 (llama.cpp, Q4_0) | 0.95 × | ≥ 0.8 × | held |" in text
+    assert "| `decode1` | output tok/s | 91.0 | 84.0 (llama.cpp) | 1.083 × | ≥ 1.05 × | held |" in text
+    assert "| `decode1` | output tok/s | 95.0 | 51.0 (OpenVINO) | 1.863 × | ≥ 1.05 × | held |" in text
+    assert "| 200 | 210 (llama.cpp, Q4_0) | 0.952 × | ≥ 0.8 × | held |" in text
     assert "| llama.cpp, Q4_0 | 210 | -, - |" in text
-    assert "| vLLM | 1 | 90.0 s | 3 |" in text and "| llama.cpp | 1 | 1.0 s | 1 |" in text
+    assert "| vLLM | 1 | 90.0 s | 0.2 to 0.2 | 3 |" in text and "| llama.cpp | 1 | 1.0 s | 0.2 | 1 |" in text
     assert "| vLLM | `decode1` | 12 | 9 | 3 | 0 | 3 | 15.0 | 0.50 |" in text
     assert "llama.cpp ran once." in text
     others["rounds"][0]["peers"]["llama.cpp"]["rows"]["decode1"]["out_tok_s"] = 87.0
-    assert "| 87.0 (llama.cpp) | 1.05 × | ≥ 1.05 × | **missed** |" in peers_block(others)
+    assert "| 87.0 (llama.cpp) | 1.046 × | ≥ 1.05 × | **missed** |" in peers_block(others)
+
+
+def test_what_was_not_measured_is_said(others: dict[str, Any]) -> None:
+    first = others["rounds"][0]
+    first["failed"] = {"llama.cpp": "failed", "SGLang": "is not installed"}
+    del first["peers"]["llama.cpp"]
+    first["peers"]["vLLM"]["commit"] = "def"
+    others["perplexity"] = {
+        kind: {"perplexity": value, "text": "prose", "positions": 4088}
+        for kind, value in (("none", 14.25), ("int4", 15.5))
+    }
+    text = " ".join(peers_block(others).split())
+    assert "Not measured: llama.cpp failed (round 1); SGLang is not installed (round 1)." in text
+    assert "| `prefix` | output tok/s | - | - | - | ≥ 1.5 × | not measured |" in text
+    assert "at commits `abc`, `def`; 3 rounds" in text
+    assert "4,088 positions: 15.50 with `--weights int4`, 14.25 as the model is." in text
+    for each in others["rounds"]:
+        for name in ("vLLM", "OpenVINO", "llama.cpp, Q4_0"):
+            del each["peers"][name]
+    text = peers_block(others)
+    assert "| `decode1` | output tok/s | 91.0 | - | - | ≥ 1.05 × | not measured |" in text
 
 
 def test_of_times_the_shortest_is_best(others: dict[str, Any]) -> None:
@@ -146,7 +169,7 @@ def test_of_times_the_shortest_is_best(others: dict[str, Any]) -> None:
         rows[name]["rows"]["prefill"] = figures("prefill", ttft_p50=wait)
     assert best_peer(others, goal, "http") == ("vLLM", 2200.0)
     assert best_peer(others, goal, "engine") is None
-    assert "| `prefill` | TTFT p50, ms | 1,500 | 2,200 (vLLM) | 0.68 × | ≤ 0.9 × | held |" in peers_block(
+    assert "| `prefill` | TTFT p50, ms | 1,500 | 2,200 (vLLM) | 0.682 × | ≤ 0.9 × | held |" in peers_block(
         others
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -13,7 +14,11 @@ from typing import Any
 import pytest
 
 from loadtest import bench_peers
-from loadtest.bench_peers import Found, Plan, Record, begin, measure
+from loadtest.bench_answers import read
+from loadtest.bench_peers import Found, Plan, begin, measure, ours_fell_short
+from loadtest.bench_peers_page import OURS
+from loadtest.bench_peers_record import Record
+from loadtest.bench_rows import BenchError
 from loadtest.own_server import free_port, running
 from loadtest.peers import Missing, Places
 
@@ -47,7 +52,7 @@ def servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Servers:
     (tmp_path / bench_peers.OUT).mkdir(parents=True)
 
     def checked(folder: Path, files: dict[str, Path], most: int | None) -> dict[str, Any]:
-        return {"tallies": {name: json.loads(path.read_text()) for name, path in files.items()}}
+        return {"tallies": {name: read(path) for name, path in files.items()}}
 
     monkeypatch.setattr(bench_peers, "checked", checked)
     return made
@@ -89,7 +94,43 @@ def test_who_is_missing_is_said_and_left_out(
     servers.broken = {"b"}
     found = go(tmp_path, rounds=1)
     assert found["rounds"][0]["peers"].keys() == {"A", "C"}
+    assert found["rounds"][0]["failed"] == {"B": "is not installed"}
     assert "B: b is not installed" in capsys.readouterr().err
+
+
+def test_only_a_run_of_the_same_model_and_machine_goes_on(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go(tmp_path, rounds=1)
+    with pytest.raises(BenchError, match="of the model m, not another"):
+        go(tmp_path, resume=True, model="another")
+    here = bench_peers.about()
+    monkeypatch.setattr(bench_peers, "about", lambda: dataclasses.replace(here, cores=99))
+    with pytest.raises(BenchError, match=r"cores .*, here 99"):
+        go(tmp_path, resume=True)
+
+
+def test_answers_of_another_run_are_not_checked(
+    servers: Servers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = go(tmp_path, rounds=1, check=0)
+    assert "check" not in found["rounds"][0]
+    stale = tmp_path / bench_peers.OUT / "0-b.json"
+    stale.write_text(stale.read_text().replace('"seed": 10', '"seed": 11'))
+    (tmp_path / bench_peers.OUT / "0-c.json").write_text("{}")
+    found = go(tmp_path, rounds=1, resume=True)
+    assert found["rounds"][0]["check"].keys() == {"A"}
+    assert "B: answers of another run are not checked (0-b.json)" in capsys.readouterr().err
+
+
+def test_a_wrong_answer_of_ours_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    tally = {"answers": 4, "wrong": 1, "examples": ["answer 2 after 3 ids"]}
+    assert not ours_fell_short(
+        {"rounds": [{"check": {"vLLM": {"decode1": tally}}, "failed": {"vLLM": "failed"}}]}
+    )
+    assert ours_fell_short({"rounds": [{"check": {OURS["http"]: {"decode1": tally}}}]})
+    assert "Headroom, decode1: 1 of 4 answers are wrong, as answer 2 after" in capsys.readouterr().err
+    assert ours_fell_short({"rounds": [{"failed": {OURS["engine"]: "failed"}}]})
 
 
 def test_a_run_goes_on_where_it_was_broken_off(servers: Servers, tmp_path: Path) -> None:

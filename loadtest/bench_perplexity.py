@@ -1,0 +1,25 @@
+"""What weights in 4 bits cost in quality, to stand beside what they gain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench import RESULT, ROOT, child
+
+KINDS = ("none", "int4")  # of --weights
+_WANTED = ("perplexity", "text", "positions")
+
+
+def perplexity(model: str, measure: bool, result: Path = ROOT / RESULT) -> dict[str, Any] | None:
+    """By kind of weights: from `make bench` if it has measured this model, else measured now if it may be;
+    None if not. Raises BenchError."""
+    known = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    rows: dict[str, Any] = known.get("parts", {}).get("quantised", {}).get("rows", {})
+    if known.get("model") != model or not set(KINDS) <= set(rows):
+        if not measure:
+            return None
+        print("== perplexity", flush=True)
+        rows = child(["loadtest.bench_parts", "perplexity", "--model", model])["rows"]
+    return {kind: {key: rows[kind][key] for key in _WANTED} for kind in KINDS}
