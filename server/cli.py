@@ -232,7 +232,7 @@ def _compare(words: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
     add_compare_flags(parser)
     args = parser.parse_intermixed_args(words)
-    options, files = compare_options(args, parser), outputs(args)
+    options, files = compare_options(args, parser, env.get("CXX") or None), outputs(args)
     from model.fetch import default_cache_dir
     from server.commands.compare import compare
 

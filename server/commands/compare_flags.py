@@ -81,8 +81,9 @@ def _add_random(random: Group) -> None:
     )
 
 
-def compare_options(args: argparse.Namespace, parser: Parser) -> CompareOptions:
-    """The options of `args`; flags that do not go together end the program through `parser`."""
+def compare_options(args: argparse.Namespace, parser: Parser, compiler: str | None) -> CompareOptions:
+    """The options of `args`; flags that do not go together end the program through `parser`. `compiler` is
+    what `CXX` says."""
     if args.random_weights != (args.config is not None):
         parser.error("--random-weights and --config go together: give both or neither")
     if args.layers is not None and not args.random_weights:
@@ -102,6 +103,7 @@ def compare_options(args: argparse.Namespace, parser: Parser) -> CompareOptions:
         threads=args.threads,
         kernels=args.kernels,
         weights=args.weights,
+        compiler=compiler,
         random_weights=args.random_weights,
         layers=args.layers,
         text=None if args.text is None else Path(args.text).expanduser(),

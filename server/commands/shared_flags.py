@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from server.commands.arguments import Group, count
-from server.engine.options import WEIGHTS, EngineOptions
+from server.engine.options import KERNELS, WEIGHTS, EngineOptions
 
 HEAD_MAPS = ("aligned", "aligned-fixed", "mean")
-KERNELS = ("auto", "torch")
 DTYPES = ("bfloat16", "float16", "float32")
 
 _ENGINE = EngineOptions()

@@ -29,7 +29,7 @@ from server.engine.layout import cache_layout
 from server.engine.loading import Machinery, WeightsSource, check_weights, load_machinery
 from server.engine.measure import room_on_gpu
 from server.engine.memory import free_memory
-from server.engine.options import EngineOptions
+from server.engine.options import KERNELS, SPECULATION, EngineOptions
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits
 from server.engine.sizing import DEFAULT_POOL, Context, PoolSize, fit_context, size_pool
@@ -124,6 +124,10 @@ def _frame(
 def _check(options: EngineOptions) -> None:
     """Options that need nothing else to be wrong."""
     check_weights(options)
+    named = (("--kernels", options.kernels, KERNELS), ("--speculate", options.speculate, SPECULATION))
+    for flag, name, known in named:
+        if name not in known:
+            raise ConfigError(f"{flag} {name}: must be {' or '.join(known)}")
     positive = {
         "--block-size": options.block_size,
         "--max-num-seqs": options.max_num_seqs,

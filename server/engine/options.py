@@ -8,6 +8,8 @@ WEIGHTS = ("none", "int8", "int4")
 
 SPECULATION = ("ngram", "off")
 
+KERNELS = ("auto", "torch")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:

@@ -24,6 +24,7 @@ from server.commands.arguments import Parser
 from server.config import ServeOptions
 from server.engine.device import DTYPES
 from server.engine.options import EngineOptions
+from server.tools.compare.options import CompareOptions
 from tests.support.command import ROOT, check_one_line, headroom
 
 COMMANDS = ("serve", "generate", "chat", "fetch", "plan", "compare", "convert")
@@ -121,7 +122,7 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         " --port 0 --api-key k1 --api-key k2 --allowed-hosts a,b, --cors-origins https://x --max-queued 5"
     )
     words += " --grace 1.5 --log-level debug --attention mqa,native --head-map mean --generation-config none"
-    words += " --kernels torch --speculate ngram"
+    words += " --kernels torch --speculate ngram --weights int4"
     env = {"HEADROOM_API_KEY": "k3", "HF_ENDPOINT": "http://hub", "CXX": "clang++ -O1"}
     options = served(monkeypatch, *words.split(), **env)
     model, engine = options.model, options.model.engine
@@ -139,7 +140,7 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert model.generation_config == "none"
     assert (engine.kernels, model.compiler) == ("torch", "clang++ -O1")
-    assert engine.speculate == "ngram"
+    assert (engine.speculate, engine.weights) == ("ngram", "int4")
     assert (engine.prefix_cache, model.threads, model.served_name, model.hub_endpoint) == (
         False,
         2,
@@ -151,6 +152,19 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (options.allowed_hosts, options.cors_origins) == (("a", "b"), ("https://x",))
     assert (options.max_queued, options.grace, options.log_level) == (5, 1.5, "debug")
     assert "k1" not in repr(options)
+
+
+def test_kernels_and_weights_arrive_in_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught: list[CompareOptions] = []
+    monkeypatch.setattr("server.commands.compare.compare", lambda options, *_: caught.append(options) or 0)
+    monkeypatch.setenv("CXX", "clang++ -O1")
+    assert cli.main(["compare", "--kernels", "torch", "--weights", "int8"]) == 0
+    monkeypatch.delenv("CXX")
+    assert cli.main(["compare"]) == 0
+    assert [(o.kernels, o.weights, o.compiler) for o in caught] == [
+        ("torch", "int8", "clang++ -O1"),
+        ("auto", "none", None),
+    ]
 
 
 def test_pytorchs_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

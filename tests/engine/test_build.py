@@ -113,6 +113,8 @@ def test_what_cannot_work_is_refused_before_the_weights_are_read(
 
     monkeypatch.setattr(loading, "load_weights", never)
     refusal(small, kv_memory=10)
+    refusal(small, kernels="cpp")
+    refusal(small, speculate="llm")
     refusal(small, kv_memory=16 * BLOCK, max_model_len=200)
 
 
@@ -120,6 +122,9 @@ def test_what_cannot_work_is_refused_before_the_weights_are_read(
     ("options", "words"),
     [
         ({"max_num_seqs": 65, "max_batch_tokens": 64}, "--max-batch-tokens 64 is less than --max-num-seqs"),
+        ({"weights": "int3"}, "--weights int3: must be one of none, int8, int4"),
+        ({"kernels": "cpp"}, "--kernels cpp: must be auto or torch"),
+        ({"speculate": "llm"}, "--speculate llm: must be ngram or off"),
         ({"max_num_seqs": 0}, "--max-num-seqs 0: must be at least 1"),
         ({"block_size": 0}, "--block-size 0: must be at least 1"),
         ({"max_batch_tokens": -1}, "--max-batch-tokens -1"),

@@ -179,6 +179,13 @@ def test_the_default_model(smol: Path) -> None:
     assert [part.job.growth.users for part in made.parts[3:]] == [12, 4, 36]  # type: ignore[attr-defined]
 
 
+def test_what_is_measured_is_made_as_asked(shape: Path) -> None:
+    made = prepared(shape, kernels="torch", weights="int8", compiler="clang++ -O1")
+    for part in made.parts:
+        target = part.job.target  # type: ignore[attr-defined]
+        assert (target.kernels, target.weights, target.compiler) == ("torch", "int8", "clang++ -O1")
+
+
 def test_random_weights_run(shape: Path, tmp_path: Path) -> None:
     """A shape of a few megabytes, through the whole command: neither weights nor tokenizer are there."""
     small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, "num_attention_heads": 4,

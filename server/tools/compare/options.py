@@ -13,7 +13,8 @@ class CompareOptions:
     """`attention` empty: DEFAULT_MODES, each number of KV heads once. `head_map` None: aligned, or mean where
     the weights are random. `context` is a user's prompt and answer together, in tokens; `users` share the
     fixed work, and as many of the widest mode fill the fixed pool. `layers` cuts random weights; None is all.
-    `text` is a file to measure quality on instead of the shipped text."""
+    `text` is a file to measure quality on instead of the shipped text. `compiler` makes the operators in C++,
+    as `CXX` spells it; None is the system's."""
 
     attention: tuple[str, ...] = ()
     head_map: str | None = None
@@ -25,6 +26,7 @@ class CompareOptions:
     threads: int | None = None
     kernels: str = "auto"
     weights: str = "none"
+    compiler: str | None = None
     random_weights: bool = False
     layers: int | None = None
     text: Path | None = None

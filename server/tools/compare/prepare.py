@@ -128,6 +128,7 @@ def _target(options: CompareOptions, config: ModelConfig, folder: Path, cache_di
         layers=(options.layers or config.num_layers) if options.random_weights else None,
         kernels=options.kernels,
         weights=options.weights,
+        compiler=options.compiler,
     )
 
 

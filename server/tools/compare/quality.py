@@ -50,7 +50,7 @@ class QualityJob:
         )
         text = load_text(self.text, target.folder)
         source = calibration_source(target.folder, target.cache_dir, progress)
-        native = native_source(target.cache_dir, progress)
+        native = native_source(target.cache_dir, progress, target.compiler)
         scoring = load_scoring(options, target.folder, max(map(len, text.windows)), source, native)
         progress.start("", _SHARES)
         return measure_quality(scoring, [text], progress=lambda share: progress.update(int(share * _SHARES)))

@@ -45,6 +45,7 @@ class Target:
     layers: int | None
     kernels: str = "auto"
     weights: str = "none"
+    compiler: str | None = None  # as `CXX` spells it, None is the system's
 
     @property
     def random(self) -> bool:
@@ -95,7 +96,7 @@ def make_engine(target: Target, mode: Mode, demand: Demand, progress: Progress) 
         kernels=target.kernels,
         weights=target.weights,
     )
-    native = native_source(target.cache_dir, progress)
+    native = native_source(target.cache_dir, progress, target.compiler)
     if target.layers is None:
         source = calibration_source(target.folder, target.cache_dir, progress)
         return build_engine(options, target.folder, calibration=source, native=native)
