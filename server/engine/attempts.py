@@ -55,6 +55,10 @@ class Attempts:
             self._runner.try_out(self._shape)
         return outcomes
 
+    def forget(self) -> None:
+        """Nobody is left: keep nothing of what has run."""
+        self._batches.forget()
+
     def _alone(self, entry: Scheduled) -> Outcome | Exception:
         try:
             return self._forward([entry])[0]

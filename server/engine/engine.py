@@ -132,6 +132,8 @@ class Engine:
                 reconcile(self._manager, self._scheduler, self._works)
         except Exception as error:
             self._die(error, events)
+        if not self._works:
+            self._attempts.forget()
         self._counters.steps += 1
         return events
 

@@ -43,6 +43,10 @@ class Batches:
             self._steady = _Steady(entries, batch, self._shape)
         return batch
 
+    def forget(self) -> None:
+        """Keep nothing of the last batch: its sequences have ended, and would live as long as nothing runs."""
+        self._steady = None
+
     def _first_row(self, entry: Scheduled) -> int:
         assert entry.sequence.slot is not None
         return self._manager.table_rows(entry.sequence.slot).start

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Sequence as Several
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from server.engine.batch import build_batch
 from server.engine.engine import Engine
 from server.engine.request import Request, SamplingParams
 from server.engine.scheduler import Scheduled
+from server.engine.sequence import Sequence
 from server.engine.steady import _Steady
 from tests.support.driving import GREEDY, fp32_engine, greedy_request, run
 from tests.support.engines import pool_of, prompt_of, rows_are_free
@@ -46,7 +48,7 @@ def compared(engine: Engine) -> tuple[Engine, list[bool]]:
     batches = engine._attempts._batches
     build, quick = batches.build, []
 
-    def checked(entries: Sequence[Scheduled]) -> Any:
+    def checked(entries: Several[Scheduled]) -> Any:
         before = batches._steady
         batch = build(entries)
         rows = [batches._first_row(entry) for entry in entries]
@@ -58,7 +60,7 @@ def compared(engine: Engine) -> tuple[Engine, list[bool]]:
     return engine, quick
 
 
-def mixture(variants: Sequence[str]) -> list[Request]:
+def mixture(variants: Several[str]) -> list[Request]:
     return [
         greedy_request(
             prompt_of(3 + 5 * at, at), 12 + 3 * at, sampling=sampling, variant=variants[at % len(variants)],
@@ -103,6 +105,24 @@ def test_beside_drafts(small: Path) -> None:
     prompt = prompt_of(6, 1) * 4
     run(engine, [greedy_request(prompt, 60), greedy_request(prompt, 60, sampling=WARM)])
     assert engine.stats().drafts > 0 and engine.stats().failed_steps == 0 and any(quick)
+
+
+def test_an_idle_engine_keeps_no_sequence(small: Path) -> None:
+    """Neither after the end of all, nor after an abort."""
+    engine = fp32_engine(small)[0]
+    for aborted in (False, True):
+        request = greedy_request(prompt_of(9, 1), 20)
+        engine.add(request)
+        for _ in range(4):
+            engine.step()
+        assert isinstance(engine._attempts._batches._steady, _Steady)
+        if aborted:
+            engine.abort(request.id)
+        while engine.has_work:
+            engine.step()
+        gc.collect()
+        alive = [each for each in gc.get_objects() if type(each) is Sequence]
+        assert request.id not in [sequence.work.request.id for sequence in alive]
 
 
 def test_a_slot_that_has_changed_hands_is_seen(small: Path) -> None:
