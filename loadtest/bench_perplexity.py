@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench import RESULT, ROOT, child
+from loadtest.bench_variants import BESIDE_PEERS
 
-KINDS = ("none", "int4")  # of --weights
 _WANTED = ("perplexity", "text", "positions")
 
 
@@ -17,9 +17,9 @@ def perplexity(model: str, measure: bool, result: Path = ROOT / RESULT) -> dict[
     None if not. Raises BenchError."""
     known = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     rows: dict[str, Any] = known.get("parts", {}).get("quantised", {}).get("rows", {})
-    if known.get("model") != model or not set(KINDS) <= set(rows):
+    if known.get("model") != model or not set(BESIDE_PEERS) <= set(rows):
         if not measure:
             return None
         print("== perplexity", flush=True)
         rows = child(["loadtest.bench_parts", "perplexity", "--model", model])["rows"]
-    return {kind: {key: rows[kind][key] for key in _WANTED} for kind in KINDS}
+    return {kind: {key: rows[kind][key] for key in _WANTED} for kind in BESIDE_PEERS}

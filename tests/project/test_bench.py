@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest import bench
+from loadtest import bench, bench_perplexity
+from loadtest.bench_perplexity import perplexity
 
 TALLY = {
     "answers": 4, "equal": 3, "near_ties": 0, "undecided": 0, "wrong": 1, "compared": 60, "near_tie": 0.5,
@@ -82,3 +84,41 @@ def test_a_server_that_does_not_start_ends_its_part_alone(
     code = 143
     with pytest.raises(SystemExit):
         bench.run(_plan(tmp_path, "http,engine"), tmp_path / "texts")
+
+
+def test_our_own_parts_wait_as_the_server_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A module that writes down what it was told in its environment."""
+    (tmp_path / "part.py").write_text(
+        "import json, os, sys\n"
+        "found = {'policy': os.environ.get('OMP_WAIT_POLICY')}\n"
+        "open(sys.argv[2], 'w').write(json.dumps(found))\n"
+    )
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert bench.child(["part"]) == {"policy": "PASSIVE"}
+    other = tmp_path / "python"  # a peer's own
+    other.symlink_to(sys.executable)
+    assert bench.child(["part"], str(other)) == {"policy": None}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert bench.child(["part"]) == {"policy": "ACTIVE"}
+
+
+def test_a_perplexity_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures = {"perplexity": 14.0, "text": "prose", "positions": 9}
+    calls: list[list[str]] = []
+
+    def child(words: list[str]) -> dict[str, Any]:
+        calls.append(words)
+        return {"rows": {"none": figures, "int4": figures | {"perplexity": 15.0}}}
+
+    monkeypatch.setattr(bench_perplexity, "child", child)
+    result = tmp_path / "bench.json"
+    assert perplexity("m", measure=False, result=result) is None
+    found = perplexity("m", measure=True, result=result)
+    assert found is not None and found["int4"]["perplexity"] == 15.0 and len(calls) == 1
+    rows = {kind: figures | {"rows": {}} for kind in ("none", "int8", "int4")}
+    result.write_text(json.dumps({"model": "m", "parts": {"quantised": {"rows": rows}}}))
+    assert perplexity("m", measure=True, result=result) == {"none": figures, "int4": figures}
+    assert len(calls) == 1
+    perplexity("another", measure=True, result=result)
+    assert len(calls) == 2

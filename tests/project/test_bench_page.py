@@ -55,7 +55,8 @@ def own() -> dict[str, Any]:
                                       "positions": 4000, "rows": {"decode1": figures()}}
                                for kind in ("none", "int4")}},
         "speculation": {"rows": {"repetitive1": {
-            "off": figures(), "ngram": figures(out_tok_s=102.4, draft_tokens=200, accepted_tokens=150)}}},
+            "off": figures(), "ngram": figures(out_tok_s=102.4, draft_tokens=200, accepted_tokens=150)},
+            "decode1": {"off": figures(), "ngram": figures(out_tok_s=49.6)}}},
         "check": {"tallies": {"engine": {"decode1": tally()}}},
     }  # fmt: skip
     return {"model": "m", "machine": MACHINE, "parts": {k: STAMP | v for k, v in parts.items()}}
@@ -107,10 +108,11 @@ def test_our_side_in_words(own: dict[str, Any]) -> None:
     assert f"{row} 15.0 (50%) | 20 (5%) |" in text and f"{row}\n" in text
     assert "| command to ready, model on disk | 2.50 s | ≤ 3 s | held |" in text
     assert "| memory beside weights and pool | 557 MiB | ≤ 500 MB | **missed** |" in text
-    assert "| 90% | ≥ 85 % | held |" in text
+    assert "| 90.0% | ≥ 85 % | held |" in text
     assert "| median step with 10,000 waiting, of one with none | 1.030 × | ≤ 1.02 × | **missed** |" in text
     assert "| `int4` | 128 MiB | 14.25 | 51.2 |" in text
-    assert "| 51.2 | 102 | 2.00 × | 150 of 200 (75%) |" in text
+    assert "| 51.2 | 102 | 2.000 × |  |  | 150 of 200 (75%) |" in text
+    assert "| 51.2 | 49.6 | 0.969 × | ≥ 0.97 × | **missed** | 0 of 0 |" in text
     assert "| engine | `decode1` | 4 | 3 | 1 | 0 | 0 | 15.0 | 0.50 |" in text
     assert "queue 2030-01-02 03:04 at `abc`, load 0.2" in words
 

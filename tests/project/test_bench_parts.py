@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import bench_parts
+from loadtest import bench_parts, bench_variants
 from loadtest.bench_check import Oracle
 from loadtest.bench_cost import model_cost
 from loadtest.bench_engine import drive, make_engine
-from loadtest.bench_parts import PARTS, Setup
+from loadtest.bench_parts import PARTS
+from loadtest.bench_setup import Setup
 from loadtest.bench_work import WORKLOADS, Ask
 from loadtest.ceiling import ceiling
 from loadtest.peers import Missing, Places, llama, openvino, vllm
@@ -26,8 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def setup(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
     """Two requests a workload, and few of everything else."""
-    monkeypatch.setattr(bench_parts, "kernels", lambda: lambda: "none, in this test")
+    monkeypatch.setattr("loadtest.bench_variants.kernels", lambda: lambda: "none, in this test")
     monkeypatch.setattr("loadtest.bench_engine.kernels", lambda: lambda: "none, in this test")
+    monkeypatch.setattr(bench_variants, "SPECULATION_TURNS", 1)
+    monkeypatch.setattr(bench_parts, "MIXED_TURNS", 2)
     monkeypatch.setattr(bench_parts, "QUEUED", 50)
     monkeypatch.setattr(bench_parts, "QUEUE_STEPS", 4)
     monkeypatch.setattr(bench_parts, "QUEUE_TURNS", 1)
@@ -50,6 +53,7 @@ def test_mixed_lengths_do_the_work_of_uniform_ones(setup: Setup) -> None:
     found, _ = PARTS["mixed"](setup)
     assert found["mixed"]["tokens"] == found["uniform"]["tokens"] > 2 * 17
     assert found["ratio"] == pytest.approx(found["uniform"]["wall_s"] / found["mixed"]["wall_s"])
+    assert found["ratios"] == sorted(found["ratios"]) and found["ratio"] == found["ratios"][1]
 
 
 def test_a_queue_is_there_and_gone(setup: Setup) -> None:
@@ -65,6 +69,7 @@ def test_more_context(setup: Setup) -> None:
 
 def test_speculation_says_what_it_drafted(setup: Setup) -> None:
     found, _ = PARTS["speculation"](setup)
+    assert found["rows"].keys() == {"repetitive1", "repetitive16", "decode1", "decode16"}
     for kinds in found["rows"].values():
         assert kinds["off"]["draft_tokens"] == 0
         assert kinds["ngram"]["draft_tokens"] >= kinds["ngram"]["accepted_tokens"]
@@ -80,6 +85,7 @@ def test_an_engine_is_driven_as_it_is_asked(setup: Setup, folder: Path) -> None:
 
 
 def test_a_ceiling_is_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtest.ceiling._peak", lambda: None)  # what is compiled has minutes for it
     monkeypatch.setattr("loadtest.ceiling._BUFFER", 32 << 20)
     monkeypatch.setattr("loadtest.ceiling._SHAPES", ((64, 256, 256),))
     found = ceiling(seconds=0.1)
