@@ -65,8 +65,8 @@ class EventStream(Response):
         self._keep_alive_seconds = settings.keep_alive_seconds
         self._left = left
         self._over = over
-        self._since = 0.0  # when the send that runs began, or the last one ended (monotonic, s)
-        self._sending = False
+        self._since = 0.0  # when a send began or ended the last time (monotonic, s)
+        self._sending = 0  # sends that run: an event may begin while a comment does
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends until the events end, or the client leaves or stops reading."""
@@ -91,16 +91,18 @@ class EventStream(Response):
             try:
                 async for event in self._events:
                     await self._send(send, event)
+                await self._send(send, b"", more=False)
             finally:
                 await end(watching)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, event: bytes) -> None:
-        self._since, self._sending = monotonic(), True
+    async def _send(self, send: Send, event: bytes, more: bool = True) -> None:
+        self._since = monotonic()
+        self._sending += 1
         try:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": event, "more_body": more})
         finally:
-            self._since, self._sending = monotonic(), False
+            self._since = monotonic()
+            self._sending -= 1
 
     async def _watch(self, send: Send, patience: asyncio.Timeout) -> None:
         """One task that sleeps, instead of clocks for each event. It sends the comments, and ends the

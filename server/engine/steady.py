@@ -44,7 +44,7 @@ class Batches:
         return batch
 
     def forget(self) -> None:
-        """Keep nothing of the last batch: its sequences have ended, and would live as long as nothing runs."""
+        """Keep nothing of the last batch: its sequences have ended, and would live until the next one."""
         self._steady = None
 
     def _first_row(self, entry: Scheduled) -> int:

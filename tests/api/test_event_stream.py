@@ -45,7 +45,8 @@ class Client:
         scope = {"type": "http", "headers": []}
         identify(scope)
         begin = time.monotonic()
-        await stream(scope, self.receive, self.send)
+        async with asyncio.timeout(20):
+            await stream(scope, self.receive, self.send)
         return time.monotonic() - begin
 
     async def _over(self) -> None:
@@ -68,6 +69,27 @@ async def test_an_event_that_nobody_takes(keep_alive: float) -> None:
 async def test_a_comment_that_nobody_takes() -> None:
     client = Client(appetite=1)
     assert STALL <= await client.served(spoken(2, 60.0), 0.05) < STALL + 2
+    assert (client.took, client.told) == ([KEEP_ALIVE], ["left", "over"])
+
+
+async def test_an_end_that_nobody_takes() -> None:
+    client = Client(appetite=3)
+    assert STALL <= await client.served(spoken(3, 0.0), 10.0) < STALL + 2
+    assert (client.took, client.told) == ([b"0", b"1", b"2"], ["left", "over"])
+
+
+async def test_an_event_that_nobody_takes_beside_a_comment() -> None:
+    """The comment is taken after a while, the event that began meanwhile is not: its time still counts."""
+
+    class Picky(Client):
+        async def send(self, message: Any) -> None:
+            if message.get("body", KEEP_ALIVE) != KEEP_ALIVE:
+                await asyncio.Event().wait()
+            await super().send(message)
+
+    client = Picky(appetite=99, seconds=0.6)
+    # A comment from 0.4 s to 1.0 s, an event at 0.8 s: over a stall after the comment, which was taken.
+    assert 1.0 + STALL <= await client.served(spoken(1, 0.8), 0.4) < 1.0 + STALL + 2
     assert (client.took, client.told) == ([KEEP_ALIVE], ["left", "over"])
 
 
