@@ -15,46 +15,41 @@
 // What is measured here stands alone: it is compiled anew when this file changes, and no other's.
 namespace {
 
-constexpr int kLanes = 16;
+// One register's worth: GCC puts longer vectors on the stack. Sums: as many as there are registers for, and
+// enough that none waits for its last value.
+#if defined(__AVX512F__)
+constexpr int kBytes = 64, kSums = 16;
+#else
+constexpr int kBytes = 32, kSums = 12;
+#endif
+constexpr int kLanes = kBytes / 4;
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef float floats __attribute__((vector_size(kBytes)));
+typedef uint32_t words __attribute__((vector_size(kBytes)));
 
 // Two products and two sums a lane: sum[i] += a[i].low * b[i].low + a[i].high * b[i].high of bfloat16 pairs in
 // one instruction, or two multiply-adds of floats, in a form that no compiler can take out of the loop.
-inline f32x16 dot(f32x16 sum, u32x16 a, u32x16 b) {
+inline floats dot(floats sum, words a, words b) {
 #if defined(__AVX512BF16__)
-  return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-  sum = sum * (f32x16)b + (f32x16)a;
-  return sum * (f32x16)b + (f32x16)a;
+  sum = sum * (floats)b + (floats)a;
+  return sum * (floats)b + (floats)a;
 #endif
 }
 
-// As many as there are registers for, and enough that none waits for its last value.
-#if defined(__AVX512F__)
-constexpr int kSums = 16;
-#else
-constexpr int kSums = 6;
-#endif
-
-// `sum`, of which the compiler must not know what it knows.
-inline f32x16 kept(f32x16 sum) {
-#if defined(__AVX512F__)
-  asm volatile("" : "+v"(sum));
-#endif
-  return sum;
-}
-
-// Every loop over the sums is unrolled: indexed by a variable, they would be stored in each step.
+// Every loop over the sums is unrolled: indexed by a variable, they would be stored in each step. Each begins
+// with another value, or the compiler would see that they are all the same.
 double dots(int64_t steps) {
-  const u32x16 one = u32x16{} + 0x3f803f80u, half = u32x16{} + 0x3f003f00u;  // pairs of 1.0, of 0.5
-  f32x16 sums[kSums] = {};
+  const words one = words{} + 0x3f803f80u, half = words{} + 0x3f003f00u;  // pairs of 1.0, of 0.5
+  floats sums[kSums];
+#pragma GCC unroll 16
+  for (int j = 0; j < kSums; ++j) sums[j] = floats{} + float(steps + j);
   for (int64_t i = 0; i < steps; ++i) {
 #pragma GCC unroll 16
-    for (int j = 0; j < kSums; ++j) sums[j] = kept(dot(sums[j], one, half));  // each step counts
+    for (int j = 0; j < kSums; ++j) sums[j] = dot(sums[j], one, half);
   }
-  f32x16 all = {};
+  floats all = {};
 #pragma GCC unroll 16
   for (int j = 0; j < kSums; ++j) all += sums[j];
   double sum = 0;
@@ -64,17 +59,17 @@ double dots(int64_t steps) {
 
 // Bit patterns added up, so that every line must come; eight sums keep eight loads in flight.
 uint32_t read(const uint32_t* from, int64_t lanes) {
-  u32x16 sums[8] = {};
+  words sums[8] = {};
   for (int64_t i = 0; i + 8 * kLanes <= lanes; i += 8 * kLanes) {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-      u32x16 next;
+      words next;
       std::memcpy(&next, from + i + j * kLanes, sizeof next);
       sums[j] += next;
     }
   }
   uint32_t sum = 0;
-  for (const u32x16& each : sums) {
+  for (const words& each : sums) {
     for (int i = 0; i < kLanes; ++i) sum += each[i];
   }
   return sum;
