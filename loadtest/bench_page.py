@@ -146,7 +146,8 @@ def _speculation(found: Found, parts: Found) -> str:
             "### N-gram speculation",
             lines(
                 "Without and with `--speculate ngram`, in turn, the medians: prompts that repeat one phrase, "
-                "and random ones, where there is nothing to guess. It is on in no other table."
+                "and random ones, where only what the model itself repeats can be guessed. It is on in no "
+                "other table."
             ),
             table(heads, rows),
         ]

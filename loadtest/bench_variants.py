@@ -19,7 +19,7 @@ QUANTISED = ("none", "int8", "int4")  # of --weights
 BESIDE_PEERS = ("none", "int4")  # those whose perplexity stands beside others' figures
 QUANTISED_WORKS = ("decode1", "decode16", "decode64")
 REPETITIVE = (Work("repetitive1", 4, 1, 128, 128), Work("repetitive16", 32, 16, 128, 128))
-RANDOM = ("decode1", "decode16")  # where there is nothing to guess
+RANDOM = ("decode1", "decode16")  # only what the model itself repeats can be guessed
 SPECULATION_TURNS = 3
 
 
