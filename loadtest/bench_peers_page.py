@@ -139,7 +139,7 @@ def _servers(found: Found, seen: Sequence[str]) -> list[Sequence[str]]:
     for name in seen:
         runs = [each["peers"][name] for each in found["rounds"] if name in each["peers"]]
         ready = [run["ready_s"] for run in runs if run.get("ready_s") is not None]
-        counts = [sum(work in run["rows"] for run in runs) for work in _works(found)]
+        counts = [n for n in (sum(work in run["rows"] for run in runs) for work in _works(found)) if n]
         times = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else str(counts[0])
         rows.append(
             (
