@@ -79,7 +79,7 @@ def test_layers(tiny: Callable[..., Path], library: NativeLibrary, dtype: torch.
         rig = new_rig(decoder, block=16)
         opened = [rig.open(heads.kv_heads) for _ in range(2)]
         found: list[Tensor] = []
-        for number, counts in enumerate([(17, 5), (40, 31), (1, 1), (63, 1), (1, 32)]):
+        for number, counts in enumerate([(17, 5), (401, 31), (1, 1), (63, 1), (1, 32)]):
             ids = [some_ids(count, seed=10 * number + at) for at, count in enumerate(counts)]
             work = [(sequence, each, heads) for sequence, each in zip(opened, ids, strict=True)]
             found += run_step(decoder, rig, work, NativeAttention(library))
