@@ -98,18 +98,20 @@ def test_layers(tiny: Callable[..., Path], library: NativeLibrary, dtype: torch.
 def test_two_callers_at_once(library: NativeLibrary) -> None:
     """They take turns with the pool, and each gets its own numbers."""
     backend = NativeLinearBackend(library, reason="test")
-    linears = [backend.pack(drawn(torch.bfloat16, 960, 64, seed=seed), None) for seed in (1, 2)]
-    x = drawn(torch.bfloat16, 9, 64)
+    linears = [backend.pack(drawn(torch.bfloat16, 960, 256, seed=seed), None) for seed in (1, 2)]
+    x = drawn(torch.bfloat16, 64, 256)
     expected = [with_threads(1, lambda linear=linear: [linear(x)]) for linear in linears]  # type: ignore[misc]
     assert not torch.equal(expected[0][0], expected[1][0])
     right = [0, 0]
+    begin = threading.Barrier(2, timeout=60)
 
     def call(caller: int) -> None:
         torch.set_num_threads(COUNTS[caller])
+        begin.wait()
         for _ in range(300):
             right[caller] += torch.equal(linears[caller](x), expected[caller][0])
 
-    callers = [threading.Thread(target=call, args=(caller,)) for caller in (0, 1)]
+    callers = [threading.Thread(target=call, args=(caller,), daemon=True) for caller in (0, 1)]
     for caller in callers:
         caller.start()
     for caller in callers:
