@@ -91,7 +91,7 @@ def test_layers(tiny: Callable[..., Path], library: NativeLibrary, dtype: torch.
 
     alone = with_threads(1, answers)
     for count in COUNTS:
-        for _ in range(5):
+        for _ in range(40):
             assert_same_bits(with_threads(count, answers), alone)
 
 
