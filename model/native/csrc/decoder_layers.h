@@ -102,8 +102,11 @@ struct Layers : torch::CustomClassHolder {
     for (size_t i = 0; i < held.size(); ++i) {
       const Layer<T> layer = view<T>(held[i]);
       const auto plan = plans.try_emplace(layer.window, rows, layer.window).first;
-      step.attention(layer, plan->second, data<T>(k[i]), data<T>(v[i]), stream);
-      if (i + 1 == held.size()) step.keep(data<const int64_t>(wanted), wanted.numel(), stream);
+      const bool last = i + 1 == held.size();
+      step.write(layer, data<T>(k[i]), data<T>(v[i]), stream);
+      if (last && wanted.numel() == 0) return;  // the cache has what it is to keep
+      step.attend_to(layer, plan->second, data<T>(k[i]), data<T>(v[i]));
+      if (last) step.keep(data<const int64_t>(wanted), wanted.numel(), stream);
       step.project(layer, stream);
       step.mlp(layer, stream);
     }

@@ -64,11 +64,15 @@ class Forward {
     }
   }
 
-  // What the tokens of x [tokens, hidden] attend to, which `project` adds to x; k and v are the layer's arena.
-  void attention(const Layer<T>& layer, const Plan& plan, T* k, T* v, float* x) {
+  // q, k and v of x [tokens, hidden]; k and v go to the layer's arena.
+  void write(const Layer<T>& layer, T* k, T* v, const float* x) {
     norm(layer.input_norm, x, tokens_);
     linear(layer.qkv, normed_.data(), tokens_, rows_.threads, qkv_.data());
     in_chunks(tokens_, 4, [&](int64_t token) { place(layer, token, k, v); });
+  }
+
+  // What the tokens attend to, which `project` adds to x.
+  void attend_to(const Layer<T>& layer, const Plan& plan, const T* k, const T* v) {
     attend(rows_, plan, qkv_.data(), width_, k, v, layer.window, attended_.data());
   }
 

@@ -54,13 +54,13 @@ inline void multiply_tile(const Panels<T>& w, const T* x, int64_t token, int64_t
   for (int m = 0; m < M; ++m) finish(token + m, first, acc[m], std::integral_constant<int, N>());
 }
 
-// All tokens against N panels, in tiles of nearly equal height. While the first tiles use these panels, the
-// next ones are on their way: one panel a tile.
+// Tokens [from, to) against N panels, in tiles of nearly equal height. While the first tiles use these panels,
+// the next ones are on their way: one panel a tile.
 template <int N, class T, class Finish>
-void multiply_panels(const Panels<T>& w, const T* x, int64_t tokens, int64_t first, const Finish& finish) {
-  const int64_t tiles = (tokens + kTileRows - 1) / kTileRows;
+void multiply_panels(const Panels<T>& w, const T* x, int64_t from, int64_t to, int64_t first, const Finish& finish) {
+  const int64_t tokens = to - from, tiles = (tokens + kTileRows - 1) / kTileRows;
   for (int64_t t = 0; t < tiles; ++t) {
-    const int64_t token = tokens * t / tiles, rows = tokens * (t + 1) / tiles - token;
+    const int64_t token = from + tokens * t / tiles, rows = from + tokens * (t + 1) / tiles - token;
     const int64_t ahead = first + N + t;
     const bool prefetch = tiles > 1 && t < N && ahead < w.count();
     auto run = [&]<int M>(std::integral_constant<int, M>) {
@@ -76,22 +76,27 @@ void multiply_panels(const Panels<T>& w, const T* x, int64_t tokens, int64_t fir
   }
 }
 
+// So many tokens are shared out as well as the panels: threads end together, and use the same panels at a time.
+constexpr int64_t kManyTokens = 8 * kTileRows;
+
 // Every token against every panel. finish(token, panel, sums, N) is called once for each token and group of N
 // neighbouring panels, N even wherever two are left; by any of the threads.
 template <class T, class Finish>
 void multiply(const Panels<T>& w, const T* x, int64_t tokens, int threads, const Finish& finish) {
   const int64_t count = w.count(), chunk = panels_a_chunk(count, threads);
-  Threads::shared().run(threads, (count + chunk - 1) / chunk, [&](int64_t index) {
-    const int64_t end = std::min(count, (index + 1) * chunk);
-    int64_t panel = index * chunk;
+  const int64_t parts = tokens >= kManyTokens ? threads : 1;
+  Threads::shared().run(threads, (count + chunk - 1) / chunk * parts, [&](int64_t index) {
+    const int64_t from = tokens * (index % parts) / parts, to = tokens * (index % parts + 1) / parts;
+    int64_t panel = index / parts * chunk;
+    const int64_t end = std::min(count, panel + chunk);
     for (; panel + kTilePanels <= end; panel += kTilePanels) {
-      multiply_panels<kTilePanels>(w, x, tokens, panel, finish);
+      multiply_panels<kTilePanels>(w, x, from, to, panel, finish);
     }
     if (kTilePanels > 2 && panel + 2 <= end) {
-      multiply_panels<2>(w, x, tokens, panel, finish);
+      multiply_panels<2>(w, x, from, to, panel, finish);
       panel += 2;
     }
-    if (panel < end) multiply_panels<1>(w, x, tokens, panel, finish);
+    if (panel < end) multiply_panels<1>(w, x, from, to, panel, finish);
   });
 }
 
