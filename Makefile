@@ -129,5 +129,5 @@ $(VENV)/.ready-test: $(VENV)/.ready-run
 
 $(VENV)/.ready-dev: $(VENV)/.ready-run
 	@echo "Installing the checkers"
-	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@$(PIP) install --quiet -c constraints.txt -e '.[dev,plot]'
 	@touch $@
