@@ -29,6 +29,7 @@ from model.native.library import (
     load,
     loaded,
     namespace_of,
+    seal,
 )
 from model.native.target import PORTABLE, X86, Target, cpu_flags, target_of
 from model.native.trust import OTHERS_WRITE, check_file, check_folder, make_folder
@@ -120,6 +121,9 @@ def build(
 
     def write(fresh: Path) -> None:
         compile_library(compiler, source, fresh, _flags(recipe, target), recipe.seconds)
+        if not fresh.is_file():
+            raise NativeUnavailable(f"{compiler[0]} ended well but compiled nothing")
+        seal(fresh)
         fresh.chmod(stat.S_IMODE(fresh.stat().st_mode) & ~OTHERS_WRITE)  # else the next start refuses it
         if path.name != file_name(recipe.namespace, key_of(recipe, target)):
             raise NativeUnavailable("the C++ sources were changed while they were compiled; start again")

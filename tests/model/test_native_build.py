@@ -297,6 +297,27 @@ def test_a_broken_library_is_made_again(rig: Rig) -> None:
     assert rig.compiled == 1
 
 
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.999], ids=str)
+def test_a_damaged_library_is_made_again_before_the_system_sees_it(rig: Rig, part: float) -> None:
+    """Cut short, or with a byte changed: the system's loader would end the process on some of them."""
+    first = rig.load()
+    whole = first.path.read_bytes()
+    at = int(part * len(whole))
+    for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):
+        forget(first)
+        first.path.unlink()  # the first one stays mapped
+        first.path.write_bytes(damaged)
+        first.path.chmod(0o700)
+        calls = rig.compiled
+        assert rig.load().path.read_bytes() == whole
+        assert rig.compiled == calls + 1
+
+
+def test_a_compiler_that_makes_nothing(rig: Rig) -> None:
+    rig.work("exit 0")
+    assert "compiled nothing" in rig.refused()
+
+
 def test_a_library_that_never_loads_is_said(rig: Rig, made: Path) -> None:
     rig.work('echo nonsense > "$2"; exit 0')
     assert "cannot be loaded" in rig.refused()
