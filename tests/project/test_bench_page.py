@@ -210,9 +210,7 @@ def test_the_files_fill_the_page(
 
 def test_the_page_holds_what_was_measured() -> None:
     """Whoever edits a number by hand, or measures and forgets the page, finds out here."""
-    own, peers = (
-        json.loads((ROOT / name).read_text()) if (ROOT / name).exists() else None for name in (OWN, PEERS)
-    )
+    own, peers = (json.loads((ROOT / name).read_text()) for name in (OWN, PEERS))
     page = (ROOT / PAGE).read_text()
     assert insert(page, block(own, peers), BEGIN, END) == page
 
