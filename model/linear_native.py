@@ -18,15 +18,6 @@ from model.linear import Embedding, GatedLinear, Linear, PlainEmbedding, PlainLi
 from model.native.library import LANES, NativeLibrary
 
 
-def to_panels(weight: Tensor) -> Tensor:
-    """weight `[N, K]` of a 2- or 4-byte dtype, K even for the former -> `[ceil(N / 16), K / P, 16, P]`, rows
-    past N zero."""
-    pair = 4 // weight.itemsize
-    padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % LANES)).contiguous()
-    lanes = padded.view(torch.int32).view(-1, LANES, weight.shape[1] // pair)  # [N / 16, 16, K / P]
-    return lanes.transpose(1, 2).contiguous().view(weight.dtype).view(*lanes.shape[::2], LANES, pair)
-
-
 def rows_of_panels(panels: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` `[...]` of the weight that `panels` hold: `[..., K]`."""
     return panels[ids // LANES, :, ids % LANES].flatten(-2)
@@ -144,12 +135,12 @@ class NativeLinearBackend:
         return PlainEmbedding(table), self.pack(head, None)
 
     def _panels(self, weight: Tensor) -> Tensor:
-        """`to_panels`, ten times as fast."""
+        """weight `[N, K]` -> `[ceil(N / 16), K / P, 16, P]`, rows past N zero."""
         panels: Tensor = self.library.ops.to_panels(weight.contiguous())
         return panels
 
     def _settled(self, weight: Tensor) -> Tensor:
-        """`to_panels`, where they stay."""
+        """`_panels`, where they stay."""
         panels: Tensor = self.library.ops.settle(self._panels(weight))
         return panels
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.linear_native import NativeLinear, NativeLinearBackend, PanelEmbedding, rows_of_panels, to_panels
-from model.native.library import NativeLibrary
+from model.linear_native import NativeLinear, NativeLinearBackend, PanelEmbedding, rows_of_panels
+from model.native.library import LANES, NativeLibrary
 from tests.support.native import avx2, native
 from tests.support.tensors import plain
 
@@ -25,6 +25,14 @@ def backend(request: pytest.FixtureRequest) -> NativeLinearBackend:
     if not isinstance(library, NativeLibrary):
         pytest.skip(library)
     return NativeLinearBackend(library, reason="test")
+
+
+def to_panels(weight: Tensor) -> Tensor:
+    """The layout as it is written down: weight `[N, K]` -> `[ceil(N / 16), K / P, 16, P]`."""
+    pair = 4 // weight.itemsize
+    padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % LANES)).contiguous()
+    lanes = padded.view(torch.int32).view(-1, LANES, weight.shape[1] // pair)  # [N / 16, 16, K / P]
+    return lanes.transpose(1, 2).contiguous().view(weight.dtype).view(*lanes.shape[::2], LANES, pair)
 
 
 def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:

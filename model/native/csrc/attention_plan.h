@@ -79,7 +79,6 @@ struct Split {
 // end together. Made once for all layers. One `attend` at a time may use it: it holds their partial sums.
 class Plan {
  public:
-  Plan() = default;
   Plan(const Rows& rows, int64_t window) : rows_(rows), window_(window) {
     for (int64_t tokens_rows : {192, 96, 48}) {
       units_.clear();
@@ -177,6 +176,5 @@ class Plan {
   int64_t total_ = 0;
 };
 
-inline Plan plan_of(const Rows& rows, int64_t window) { return Plan(rows, window); }
 
 }  // namespace headroom

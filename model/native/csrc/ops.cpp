@@ -111,7 +111,7 @@ Tensor attend_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   Tensor out = at::empty(q.sizes(), q.options());
   by_dtype(q.scalar_type(), [&]<class T>(T) {
     write_step(rows, data<const T>(k), data<const T>(v), data<T>(k_arena), data<T>(v_arena));
-    attend(rows, plan_of(rows, window), data<const T>(q), q.stride(0), data<const T>(k_arena),
+    attend(rows, Plan(rows, window), data<const T>(q), q.stride(0), data<const T>(k_arena),
            data<const T>(v_arena), window, data<T>(out));
   });
   return out;
