@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +27,16 @@ def pins(file: str) -> dict[str, str]:
     return {normal(name): version for name, version in PIN.findall((ROOT / file).read_text())}
 
 
+def installed() -> dict[str, str]:
+    """Name -> version of the environment's own distributions, a local "+cpu" left out.
+
+    Not all of sys.path: a test that compiles imports setuptools, and that adds the copies it carries.
+    """
+    paths = sysconfig.get_paths()
+    found = metadata.distributions(path=sorted({paths["purelib"], paths["platlib"]}))
+    return {normal(dist.metadata["Name"]): dist.version.split("+")[0] for dist in found}
+
+
 def has_gpu() -> bool:
     tool = shutil.which("nvidia-smi")
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
@@ -32,7 +44,7 @@ def has_gpu() -> bool:
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has an NVIDIA GPU")
 def test_no_cuda_package_without_a_gpu() -> None:
-    names = {normal(dist.metadata["Name"]) for dist in metadata.distributions()}
+    names = installed().keys()
     assert "torch" in names
     assert not {name for name in names if name.startswith(("nvidia-", "cuda-"))}
 
@@ -55,9 +67,9 @@ def test_every_dependency_is_pinned() -> None:
 
 
 def test_what_is_installed_is_what_is_pinned() -> None:
-    """Every pinned distribution that is here has the pinned version (a local "+cpu" aside)."""
-    pinned = pins("constraints.txt")
-    here = {normal(dist.metadata["Name"]): dist.version.split("+")[0] for dist in metadata.distributions()}
+    """Every pinned distribution that is here has the pinned version, whatever an earlier test imported."""
+    importlib.import_module("setuptools")
+    pinned, here = pins("constraints.txt"), installed()
     differing = {
         name: (here[name], pinned[name]) for name in here.keys() & pinned.keys() if here[name] != pinned[name]
     }
