@@ -7,25 +7,21 @@ Nothing is run: the numbers come from the JSON files in loadtest/results/, and g
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from loadtest import page
 from loadtest.bench_peers_page import peers_block
-from loadtest.bench_tables import Bar, lines, number, spread, table, tallies, verdict, where, works
-from loadtest.cache_page import insert
+from loadtest.bench_tables import Bar, spread, tallies, verdict, where, works
+from loadtest.page import Found, lines, number, table
 from server.engine.units import format_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = "docs/benchmarks.md"
 OWN, PEERS = "loadtest/results/bench.json", "loadtest/results/peers.json"
 BEGIN = "<!-- measured: `make bench` and `make bench-peers` write what follows -->"
-END = "<!-- measured: end -->"
 
-Found = Mapping[str, Any]
 MIXED, QUEUE, SPECULATION = Bar(least=0.85), Bar(most=1.02), Bar(least=0.97)
 READY, REST, CONTEXT = Bar(most=3.0), Bar(most=500e6), Bar(most=1.0)
 
@@ -214,23 +210,8 @@ def render(root: Path) -> None:
         json.loads((root / name).read_text(encoding="utf-8")) if (root / name).exists() else None
         for name in (OWN, PEERS)
     )
-    path = root / PAGE
-    path.write_text(insert(path.read_text(encoding="utf-8"), block(own, peers), BEGIN, END), encoding="utf-8")
-
-
-def main() -> int:
-    """Write the page; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.bench_page", description=__doc__.partition("\n")[0]
-    )
-    parser.parse_args()
-    try:
-        render(ROOT)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    page.fill(root / PAGE, block(own, peers), BEGIN)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(page.main("bench_page", __doc__, render))

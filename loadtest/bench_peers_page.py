@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.bench_tables import Bar, lines, number, spread, table, tallies, verdict, where, works
+from loadtest.bench_tables import Bar, spread, tallies, verdict, where, works
+from loadtest.page import Found, lines, number, table
 
-Found = Mapping[str, Any]
 OURS = {"http": "Headroom", "engine": "Headroom, engine only", "quantised": "Headroom, int4"}
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from loadtest.page import Found, number, table
 from server.engine.units import format_bytes
-
-Found = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +45,6 @@ def works(row: Found) -> str:
 def spread(row: Found, what: str) -> str:
     """Median and 99th percentile; dashes where they are not known."""
     return ", ".join(number(row.get(f"{what}_{share}", math.nan)) for share in ("p50", "p99"))
-
-
-def number(value: float) -> str:
-    """At least two digits, and no more than are worth reading; a dash for NaN."""
-    if math.isnan(value):
-        return "-"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; all columns but the first to the right."""
-    made = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
-    return "\n".join([*made, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def lines(text: str) -> str:
-    """A paragraph in lines as long as the rest of the page's."""
-    return textwrap.fill(text, 116, break_long_words=False, break_on_hyphens=False)
 
 
 def tallies(found: Found) -> str:

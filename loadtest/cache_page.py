@@ -15,65 +15,55 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest import page
+from loadtest.page import ROOT, Found, lines, number, table
 from server.engine.units import format_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULT = "loadtest/results/cache-modes.json"
 PICTURE = "docs/cache-modes.png"
 PICTURE_BYTES = 200_000  # a page should be quick
 BEGIN = "<!-- measured: `make cache-page` writes what follows -->"
-END = "<!-- measured: end -->"
 
-Found = Mapping[str, Any]  # the JSON of `headroom compare`
 Mode = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A heading and a mode's cell under it."""
-
-    heading: str
-    cell: Callable[[Mode], str]
+Columns = Mapping[str, Callable[[Mode], str]]  # by their headings, how a cell is filled
 
 
 def cache_page(found: Found) -> str:
     """The block of docs/cache.md: both experiments, quality, the picture, and where it was measured."""
     setup = found["setup"]
     quality = found["modes"][0]["quality"]
-    work = (
-        Column("KV heads", lambda mode: str(mode["kv_heads"])),
-        Column("bytes a token", lambda mode: f"{mode['bytes_per_token']:,}"),
-        Column("peak live bytes", lambda mode: f"{mode['fixed_work']['peak_live_bytes']:,}"),
-        Column("arena, by the system", lambda mode: f"{mode['fixed_work']['device_bytes']:,}"),
-        Column("first token", lambda mode: _spread(mode["fixed_work"]["ttft_ms"])),
-        Column("between tokens", lambda mode: _spread(mode["fixed_work"]["itl_ms"])),
-        Column("output tokens/s", lambda mode: _number(mode["fixed_work"]["output_tokens_per_second"])),
-    )
-    pool = (
-        Column("users that fit", lambda mode: str(mode["fixed_pool"]["users"])),
-        Column("tokens/s of them all", lambda mode: _number(_full(mode))),
-        Column("perplexity", lambda mode: _number(mode["quality"]["perplexity"], 2)),
-        Column("KL to native, nats", lambda mode: f"{mode['quality']['kl']:.3f}"),
-        Column("same likeliest token", lambda mode: f"{100 * mode['quality']['top1']:.1f} %"),
-    )
+    work: Columns = {
+        "KV heads": lambda mode: str(mode["kv_heads"]),
+        "bytes a token": lambda mode: f"{mode['bytes_per_token']:,}",
+        "peak live bytes": lambda mode: f"{mode['fixed_work']['peak_live_bytes']:,}",
+        "arena, by the system": lambda mode: f"{mode['fixed_work']['device_bytes']:,}",
+        "first token": lambda mode: _spread(mode["fixed_work"]["ttft_ms"]),
+        "between tokens": lambda mode: _spread(mode["fixed_work"]["itl_ms"]),
+        "output tokens/s": lambda mode: number(mode["fixed_work"]["output_tokens_per_second"]),
+    }
+    pool: Columns = {
+        "users that fit": lambda mode: str(mode["fixed_pool"]["users"]),
+        "tokens/s of them all": lambda mode: number(_full(mode)),
+        "perplexity": lambda mode: number(mode["quality"]["perplexity"], 2),
+        "KL to native, nats": lambda mode: f"{mode['quality']['kl']:.3f}",
+        "same likeliest token": lambda mode: f"{100 * mode['quality']['top1']:.1f} %",
+    }
     return "\n\n".join(
         [
-            _lines(f"{_where(found)} Times are the median and the 99th percentile in ms."),
+            lines(f"{_where(found)} Times are the median and the 99th percentile in ms."),
             f"The same work: {setup['users']} users, each with {setup['prompt_tokens']} tokens in and "
             f"{setup['output_tokens']} out.",
-            _table(found, work),
-            _lines(
+            _modes(found, work),
+            lines(
                 f"The same pool of {format_bytes(setup['pool_bytes'])}, filled by users of "
                 f"{setup['context']} tokens each; and quality on {quality['text']} ({quality['licence']}), "
                 f"{quality['positions']:,} positions."
             ),
-            _table(found, pool),
+            _modes(found, pool),
             f"![{_caption(found)}](cache-modes.png)",
         ]
     )
@@ -82,26 +72,21 @@ def cache_page(found: Found) -> str:
 def readme(found: Found) -> str:
     """The block of README.md: a row a mode, and the picture."""
     setup = found["setup"]
-    columns = (
-        Column("KV heads", lambda mode: str(mode["kv_heads"])),
-        Column("bytes a token", lambda mode: f"{mode['bytes_per_token']:,}"),
-        Column(
-            f"{setup['users']} users hold",
-            lambda mode: format_bytes(mode["fixed_work"]["peak_live_bytes"]),
-        ),
-        Column(
-            f"users in {format_bytes(setup['pool_bytes'])}", lambda mode: str(mode["fixed_pool"]["users"])
-        ),
-        Column("tokens/s of them all", lambda mode: _number(_full(mode))),
-        Column("KL to native, nats", lambda mode: f"{mode['quality']['kl']:.3f}"),
-    )
+    columns: Columns = {
+        "KV heads": lambda mode: str(mode["kv_heads"]),
+        "bytes a token": lambda mode: f"{mode['bytes_per_token']:,}",
+        f"{setup['users']} users hold": lambda mode: format_bytes(mode["fixed_work"]["peak_live_bytes"]),
+        f"users in {format_bytes(setup['pool_bytes'])}": lambda mode: str(mode["fixed_pool"]["users"]),
+        "tokens/s of them all": lambda mode: number(_full(mode)),
+        "KL to native, nats": lambda mode: f"{mode['quality']['kl']:.3f}",
+    }
     return "\n\n".join(
         [
-            _lines(
+            lines(
                 f"{_where(found)} Users have {setup['context']} tokens each; "
                 "[docs/cache.md](docs/cache.md#measured) has the rest."
             ),
-            _table(found, columns),
+            _modes(found, columns),
             f"![{_caption(found)}]({PICTURE})",
         ]
     )
@@ -110,20 +95,11 @@ def readme(found: Found) -> str:
 BLOCKS: Mapping[str, Callable[[Found], str]] = {"docs/cache.md": cache_page, "README.md": readme}
 
 
-def insert(page: str, block: str, begin: str = BEGIN, end: str = END) -> str:
-    """`page` with `block` between its markers. Raises ValueError unless each is there once, in order."""
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise ValueError(f"the page needs the lines {begin} and {end}, once each and in this order")
-    head, _, rest = page.partition(begin)
-    return f"{head}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
-
-
 def render(root: Path) -> None:
     """Write the pages under `root` from its JSON."""
     found = json.loads((root / RESULT).read_text(encoding="utf-8"))
     for name, block in BLOCKS.items():
-        path = root / name
-        path.write_text(insert(path.read_text(encoding="utf-8"), block(found)), encoding="utf-8")
+        page.fill(root / name, block(found), BEGIN)
 
 
 def compare(model: str, flags: list[str], root: Path) -> None:
@@ -155,20 +131,13 @@ def shrink(picture: Path) -> None:
     small.save(picture, format="PNG", optimize=True)
 
 
-def _table(found: Found, columns: tuple[Column, ...]) -> str:
-    lines = [
-        "| mode | " + " | ".join(column.heading for column in columns) + " |",
-        "|---|" + "---:|" * len(columns),
-    ]
+def _modes(found: Found, columns: Columns) -> str:
+    """A row a mode."""
+    rows = []
     for mode in found["modes"]:
         name = f"`{mode['mode']}`" + (f", lossy ({mode['head_map']})" if mode["lossy"] else "")
-        lines.append(f"| {name} | " + " | ".join(column.cell(mode) for column in columns) + " |")
-    return "\n".join(lines)
-
-
-def _lines(text: str) -> str:
-    """A paragraph in lines as long as the rest of the page's."""
-    return textwrap.fill(text, 116, break_long_words=False, break_on_hyphens=False)
+        rows.append((name, *(cell(mode) for cell in columns.values())))
+    return table(("mode", *columns), rows)
 
 
 def _where(found: Found) -> str:
@@ -198,12 +167,7 @@ def _full(mode: Mode) -> float:
 
 
 def _spread(times: Mapping[str, float]) -> str:
-    return f"{_number(times['p50'])}, {_number(times['p99'])}"
-
-
-def _number(value: float, digits: int = 1) -> str:
-    """At least three digits, and no more than are worth reading."""
-    return f"{value:,.0f}" if value >= 1000 or (digits == 1 and value >= 100) else f"{value:.{digits}f}"
+    return f"{number(times['p50'])}, {number(times['p99'])}"
 
 
 def main() -> int:

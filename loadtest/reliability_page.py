@@ -7,24 +7,16 @@ Nothing is run: the numbers come from the JSON files in loadtest/results/, and g
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import textwrap
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from loadtest import fuzz, soak
-from loadtest.cache_page import insert
+from loadtest import fuzz, page, soak
+from loadtest.page import Found, lines, table
 from server.engine.units import format_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = "docs/reliability.md"
 BEGIN = "<!-- measured: `make reliability-page` writes what follows -->"
-END = "<!-- measured: end -->"
-
-Found = Mapping[str, Any]  # the JSON of a run
 USED = (
     "greedy and seeded sampling, penalties, biases, stop strings, several choices, several prompts, echo, "
     "log-probabilities of outputs and prompts, JSON schemas, regular expressions, priorities and shared "
@@ -41,12 +33,12 @@ def block(held: Found, tried: Found) -> str:
     return "\n\n".join(
         [
             "### Load held, and nothing lost",
-            _lines(_course(held)),
-            _table(("", "number"), _load_rows(held)),
+            lines(_course(held)),
+            table(("", "number"), _load_rows(held)),
             "### Bad inputs tried",
-            _lines(_shots(tried)),
-            _table(("made by", *CLASSES.values()), _shot_rows(tried)),
-            _lines(_after(tried)),
+            lines(_shots(tried)),
+            table(("made by", *CLASSES.values()), _shot_rows(tried)),
+            lines(_after(tried)),
         ]
     )
 
@@ -125,38 +117,13 @@ def _where(found: Found) -> str:
     return f"On {machine['cpu']} ({machine['cores']} cores); {version}, {found['date'][:10]}."
 
 
-def _table(heads: tuple[str, ...], rows: list[Any]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def _lines(text: str) -> str:
-    return textwrap.fill(text, 116, break_long_words=False, break_on_hyphens=False)
-
-
 def render(root: Path) -> None:
     """Write the page under `root` from its JSON. Raises ValueError as `block` does."""
     held, tried = (
         json.loads((root / name).read_text(encoding="utf-8")) for name in (soak.RESULT, fuzz.RESULT)
     )
-    path = root / PAGE
-    page = path.read_text(encoding="utf-8")
-    path.write_text(insert(page, block(held, tried), BEGIN, END), encoding="utf-8")
-
-
-def main() -> int:
-    """Write the page; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.reliability_page", description=__doc__.partition("\n")[0]
-    )
-    parser.parse_args()
-    try:
-        render(ROOT)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    page.fill(root / PAGE, block(held, tried), BEGIN)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(page.main("reliability_page", __doc__, render))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from loadtest import bench, bench_page
-from loadtest.bench_page import BEGIN, END, OWN, PAGE, PEERS, block, own_block, render
+from loadtest.bench_page import BEGIN, OWN, PAGE, PEERS, block, own_block, render
 from loadtest.bench_peers_page import GOALS, OURS, best_peer, medians, peers_block
 from loadtest.bench_tables import Bar
-from loadtest.cache_page import insert
+from loadtest.page import END, insert
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {
@@ -212,7 +212,7 @@ def test_the_page_holds_what_was_measured() -> None:
     """Whoever edits a number by hand, or measures and forgets the page, finds out here."""
     own, peers = (json.loads((ROOT / name).read_text()) for name in (OWN, PEERS))
     page = (ROOT / PAGE).read_text()
-    assert insert(page, block(own, peers), BEGIN, END) == page
+    assert insert(page, block(own, peers), BEGIN) == page
 
 
 def test_results_grow_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from loadtest import cache_page
-from loadtest.cache_page import BEGIN, BLOCKS, END, PICTURE, PICTURE_BYTES, RESULT, insert
+from loadtest.cache_page import BEGIN, BLOCKS, PICTURE, PICTURE_BYTES, RESULT
+from loadtest.page import END, insert
 from server.tools.compare.files import as_json
 from tests.support.comparisons import comparison_of
 
@@ -87,15 +88,15 @@ def test_every_row_has_every_column(found: dict[str, Any]) -> None:
 
 def test_nothing_outside_the_markers_changes() -> None:
     page = f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n"
-    once = insert(page, "new")
+    once = insert(page, "new", BEGIN)
     assert once == f"# Title\n\n{BEGIN}\n\nnew\n\n{END}\n\nThe end.\n"
-    assert insert(once, "new") == once
+    assert insert(once, "new", BEGIN) == once
 
 
 @pytest.mark.parametrize("page", ["no markers", f"{BEGIN} one", f"{END} {BEGIN}", f"{BEGIN}{BEGIN}{END}"])
 def test_a_page_without_its_markers(page: str) -> None:
     with pytest.raises(ValueError, match="once each and in this order"):
-        insert(page, "new")
+        insert(page, "new", BEGIN)
 
 
 def same_dots(one: bytes, other: bytes) -> bool:
@@ -154,7 +155,7 @@ def test_the_pages_hold_what_was_measured(name: str) -> None:
     """Whoever edits a number by hand, or measures and forgets a page, finds out here."""
     committed = json.loads((ROOT / RESULT).read_text())
     page = (ROOT / name).read_text()
-    assert insert(page, BLOCKS[name](committed)) == page
+    assert insert(page, BLOCKS[name](committed), BEGIN) == page
 
 
 def test_what_was_measured_is_the_default_model() -> None:
