@@ -114,11 +114,11 @@ class OwnServer:
 
 
 @contextmanager
-def own_server(model: str, flags: Sequence[str]) -> Iterator[OwnServer]:
-    """`headroom serve model flags`, ready on entry. SystemExit with its last words if it never is."""
+def own_server(model: str, flags: Sequence[str], shown: bool = False) -> Iterator[OwnServer]:
+    """`headroom serve model flags`, as `running` has it."""
     port = free_port()
     command = [sys.executable, "-m", "server.cli", "serve", model, "--port", str(port), *flags]
-    with running(command, port) as server:
+    with running(command, port, shown=shown) as server:
         yield server
 
 
@@ -131,14 +131,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: Sequence[str], port: int, more: Mapping[str, str] | None = None) -> Iterator[OwnServer]:
+def running(
+    command: Sequence[str], port: int, more: Mapping[str, str] | None = None, shown: bool = False
+) -> Iterator[OwnServer]:
     """A server that answers /health on `port`, with `more` in its environment, ready on entry. It and the
-    processes that it started are ended in any case. SystemExit with its last words if it is never ready."""
+    processes that it started are ended in any case. What it writes goes to its log, or to the terminal if it
+    is `shown`. SystemExit with its last words if it is never ready."""
     with tempfile.TemporaryDirectory(prefix="headroom-server-") as folder:
         log = Path(folder) / "log.txt"
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(more or {})
         environment.pop("HEADROOM_API_KEY", None)
-        with log.open("wb") as out:
+        with log.open("wb") as file:
+            out = None if shown else file
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True,

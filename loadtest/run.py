@@ -12,28 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-START_SECONDS = 600.0  # the first start may fetch the model
-STOP_SECONDS = 40.0
+from loadtest.own_server import ROOT, leave_on_sigterm, own_server
+
 SAMPLE_SECONDS = 0.2
 SATURATED = 0.9  # share of a core from which the client is part of what it measures
 
@@ -91,41 +83,6 @@ def get_json(url: str) -> Any:
     """GET and decode; raises OSError if there is no answer within 5 s or it is an error."""
     with urllib.request.urlopen(url, timeout=5) as reply:
         return json.load(reply)
-
-
-@contextmanager
-def serving(model: str, flags: str) -> Iterator[str]:
-    """A server on a free port, ready on entry and stopped on exit whatever happens; yields its URL."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "server.cli", "serve", model, "--port", str(port), *shlex.split(flags)]
-    process = subprocess.Popen(command, cwd=ROOT)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_ready(url, process)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Return when `/health` answers 200. SystemExit if the server ends, or takes START_SECONDS."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise SystemExit(f"the server ended with code {process.returncode} before it was ready")
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise SystemExit(f"the server was not ready after {START_SECONDS:.0f} s")
 
 
 def run_locust(url: str, users: int, seconds: int, seed: int, rate: float | None = None) -> Measured:
@@ -250,13 +207,13 @@ def main() -> int:
     parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags for headroom serve")
     parser.add_argument("--url", help="load this server instead of starting one")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _terminated)
+    leave_on_sigterm()
     console = Console(highlight=False)
     if options.url:
         good = load(options.url.rstrip("/"), options, console)
     else:
-        with serving(options.model, options.serve) as url:
-            good = load(url, options, console)
+        with own_server(options.model, shlex.split(options.serve), shown=True) as server:
+            good = load(server.url, options, console)
     return 0 if good else 1
 
 
@@ -266,11 +223,6 @@ def load(url: str, options: argparse.Namespace, console: Console) -> bool:
     with CacheWatch(url) as watch:
         measured = run_locust(url, options.users, options.seconds, options.seed, options.rate)
     return report(measured, watch.peak, console)
-
-
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    """Leave through every `finally`, so that the server is stopped."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

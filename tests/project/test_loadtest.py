@@ -120,6 +120,7 @@ def test_make_load_reports_latency_and_cache_and_leaves_no_server(roomy: Path) -
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Listening on" in done.stdout, "what the server says is shown"
     for row in ("first text (TTFT)", "between texts (ITL)", "whole stream", "output rate", "refused (429)"):
         assert row in done.stdout
     peak = re.search(r"peak live cache[^\d]*([\d.]+) MiB", done.stdout)
