@@ -85,8 +85,8 @@ def native_layers(
 
 
 def _is_packed(layer: LayerWeights) -> bool:
-    linears = (layer.qkv, layer.o, layer.down)
-    return isinstance(layer.gate_up, NativeGated) and all(isinstance(one, NativeLinear) for one in linears)
+    linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    return all(isinstance(one, NativeLinear | NativeGated) and not one.missing for one in linears)
 
 
 def _packed(linear: object) -> Any:

@@ -23,18 +23,23 @@ def rows_of_panels(panels: Tensor, ids: Tensor) -> Tensor:
     return panels[ids // LANES, :, ids % LANES].flatten(-2)
 
 
-def _padded(bias: Tensor | None) -> Tensor | None:
-    """A bias as the kernels read it: fp32, in whole panels."""
-    return None if bias is None else F.pad(bias.float(), (0, -bias.shape[0] % LANES)).contiguous()
+def padded(bias: Tensor | None, parts: int = 1) -> Tensor | None:
+    """A bias as the kernels read it: fp32, in whole panels; of two parts (gate and up), in turn."""
+    if bias is None:
+        return None
+    whole = [F.pad(part.float(), (0, -len(part) % LANES)).view(-1, LANES) for part in bias.chunk(parts)]
+    return alternating(*whole).flatten()
 
 
-def _alternating(gate: Tensor, up: Tensor) -> Tensor:
+def alternating(*panels: Tensor) -> Tensor:
     """Panels of gate and up in turn, so that a kernel has both at hand."""
-    return torch.stack((gate, up), dim=1).flatten(0, 1)
+    return torch.stack(panels, dim=1).flatten(0, 1)
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
+def _flat(x: Tensor, missing: int) -> Tensor:
+    """x `[..., K]` in rows, with so many zeros after each."""
+    rows = x.reshape(-1, x.shape[-1])
+    return F.pad(rows, (0, missing)) if missing else rows.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +50,16 @@ class NativeLinear:
     weight: Any  # the C++ class Weight
     out_features: int
     nbytes: int
+    missing: int = 0  # inputs that the weight has beyond K
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear.__call__`."""
-        product: Tensor = self.ops.linear(_flat(x), self.weight, False)
+        product: Tensor = self.ops.linear(_flat(x, self.missing), self.weight, False)
         return product.view(*x.shape[:-1], self.out_features)
 
     def fp32(self, x: Tensor) -> Tensor:
         """See `Linear.fp32`."""
-        product: Tensor = self.ops.linear(_flat(x), self.weight, True)
+        product: Tensor = self.ops.linear(_flat(x, self.missing), self.weight, True)
         return product
 
 
@@ -65,10 +71,11 @@ class NativeGated:
     weight: Any
     inner: int
     nbytes: int
+    missing: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `GatedLinear.__call__`."""
-        product: Tensor = self.ops.gated_linear(_flat(x), self.weight, self.inner)
+        product: Tensor = self.ops.gated_linear(_flat(x, self.missing), self.weight, self.inner)
         return product.view(*x.shape[:-1], self.inner)
 
 
@@ -115,12 +122,8 @@ class NativeLinearBackend:
         if not _fits(weight):
             return SplitGate(PlainLinear(weight, bias))
         gate, up = (self._panels(half) for half in weight.chunk(2))
-        both = None
-        if bias is not None:
-            parts = [_padded(half) for half in bias.chunk(2)]
-            both = _alternating(*(part.view(-1, LANES) for part in parts if part is not None)).flatten()
-        panels = self.library.ops.settle(_alternating(gate, up))
-        packed = self._weight(panels, both, panels.shape[0] * LANES, weight.shape[1])
+        panels = self.library.ops.settle(alternating(gate, up))
+        packed = self._weight(panels, padded(bias, 2), panels.shape[0] * LANES, weight.shape[1])
         return NativeGated(self.library.ops, packed, weight.shape[0] // 2, _nbytes(weight, bias))
 
     def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
@@ -145,7 +148,7 @@ class NativeLinearBackend:
         return panels
 
     def _linear(self, panels: Tensor, weight: Tensor, bias: Tensor | None) -> NativeLinear:
-        packed = self._weight(panels, _padded(bias), *weight.shape)
+        packed = self._weight(panels, padded(bias), *weight.shape)
         return NativeLinear(self.library.ops, packed, weight.shape[0], _nbytes(weight, bias))
 
     def _weight(self, panels: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> Any:

@@ -6,6 +6,7 @@ Rows of a weight are made again, some at a time, for every product, so this save
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,7 @@ class QuantisedBackend:
 
     bits: Bits
     reason: str
+    where: ClassVar[str] = "torch"
 
     @property
     def kind(self) -> str:
@@ -92,7 +94,7 @@ class QuantisedBackend:
     @property
     def name(self) -> str:
         """See `LinearBackend.name`."""
-        return f"torch-int{self.bits}"
+        return f"{self.where}-int{self.bits}"
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `LinearBackend.pack`."""
@@ -109,6 +111,4 @@ class QuantisedBackend:
 
     def pack_untied(self, table: Tensor, head: Tensor) -> tuple[Embedding, Linear]:
         """See `LinearBackend.pack_untied`."""
-        return QuantisedEmbedding(quantise(table, ENDS), table.dtype), QuantisedLinear(
-            quantise(head, ENDS), None
-        )
+        return self.pack_tied(table)[0], self.pack_tied(head)[1]

@@ -4,14 +4,14 @@ scales are fp32 (csrc/quantised.h)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from model.linear import Embedding, GatedLinear, Linear, LinearBackend
-from model.linear_native import NativeGated, NativeLinear
+from model.linear_native import NativeGated, NativeLinear, alternating, padded
 from model.linear_quantised import ENDS, QuantisedBackend
 from model.native.library import LANES, NativeLibrary
 from model.quantise import GROUP, Bits, Quantised, quantise
@@ -28,18 +28,6 @@ class CodePanels:
     lanes: Tensor
     scales: Tensor
     inputs: int  # K, made up to G * 32
-
-    def rows(self, ids: Tensor) -> Quantised:
-        """Rows `ids` `[n]` int64 of the weight, as `Quantised` has them."""
-        panel, lane = ids // LANES, ids % LANES
-        scales = self.scales[panel, :, :, lane]  # [n, G, S]
-        words = self.lanes[panel, :, :, lane]  # [n, G, 4 or 8]
-        if scales.shape[2] == 1:
-            return Quantised(words.view(torch.int8).flatten(1), scales[..., 0], None, self.inputs)
-        shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=words.device)
-        pairs = words.unsqueeze(-1) >> shifts  # [n, G, 4, 4]; inputs 2j and 2j + 1 at bits 0 and 16
-        codes = ((pairs & 15) | ((pairs >> 16) & 15) << 4).to(torch.uint8)
-        return Quantised(codes.flatten(1), scales[..., 0], scales[..., 1], self.inputs)
 
 
 def to_code_panels(weight: Quantised) -> CodePanels:
@@ -71,7 +59,7 @@ def _words(codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PanelledEmbedding:
-    """A table of codes, read from the panels that the lm_head multiplies with."""
+    """A table of 8-bit codes, read from the panels that the lm_head multiplies with."""
 
     panels: CodePanels
     size: int
@@ -80,8 +68,11 @@ class PanelledEmbedding:
 
     def rows(self, ids: Tensor) -> Tensor:
         """See `Embedding.rows`."""
-        found = self.panels.rows(ids.flatten()).dequantise(self.dtype)
-        return found.view(*ids.shape, self.panels.inputs)
+        panel, lane = ids.flatten() // LANES, ids.flatten() % LANES
+        words = self.panels.lanes[panel, :, :, lane]  # [n, G, 8]
+        scale = self.panels.scales[panel, :, 0, lane]  # [n, G]
+        codes = Quantised(words.view(torch.int8).flatten(1), scale, None, self.panels.inputs)
+        return codes.dequantise(self.dtype).view(*ids.shape, self.panels.inputs)
 
     @property
     def device(self) -> torch.device:
@@ -90,65 +81,11 @@ class PanelledEmbedding:
 
 
 @dataclass(frozen=True, slots=True)
-class FilledLinear:
-    """A product whose inputs are made up to whole groups with zeros."""
+class NativeQuantisedBackend(QuantisedBackend):
+    """The same by the kernels in C++."""
 
-    product: NativeLinear
-    missing: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear.__call__`."""
-        return self.product(F.pad(x, (0, self.missing)))
-
-    def fp32(self, x: Tensor) -> Tensor:
-        """See `Linear.fp32`."""
-        return self.product.fp32(F.pad(x, (0, self.missing)))
-
-    @property
-    def out_features(self) -> int:
-        """See `Linear.out_features`."""
-        return self.product.out_features
-
-    @property
-    def nbytes(self) -> int:
-        """See `Linear.nbytes`."""
-        return self.product.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class FilledGated:
-    """The same for gate and up."""
-
-    product: NativeGated
-    missing: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `GatedLinear.__call__`."""
-        return self.product(F.pad(x, (0, self.missing)))
-
-    @property
-    def nbytes(self) -> int:
-        """See `GatedLinear.nbytes`."""
-        return self.product.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class NativeQuantisedBackend:
-    """Layers of `bits` bits, and 8 at both ends of the model."""
-
-    bits: Bits
     library: NativeLibrary
-    reason: str
-
-    @property
-    def kind(self) -> str:
-        """See `LinearBackend.kind`."""
-        return f"int{self.bits}"
-
-    @property
-    def name(self) -> str:
-        """See `LinearBackend.name`."""
-        return f"native-int{self.bits}"
+    where: ClassVar[str] = "native"
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `LinearBackend.pack`."""
@@ -159,18 +96,11 @@ class NativeQuantisedBackend:
         """See `LinearBackend.pack_gated`. Panels of gate and up alternate, as `gated_linear` wants them."""
         halves = [quantise(half, self.bits) for half in weight.chunk(2)]
         gate, up = (to_code_panels(half) for half in halves)
-        lanes = torch.stack((gate.lanes, up.lanes), dim=1).flatten(0, 1)
-        scales = torch.stack((gate.scales, up.scales), dim=1).flatten(0, 1)
-        both = None
-        if bias is not None:
-            parts = [_bias(half).view(-1, LANES) for half in bias.chunk(2)]
-            both = torch.stack(parts, dim=1).flatten()
+        lanes, scales = alternating(gate.lanes, up.lanes), alternating(gate.scales, up.scales)
         panels = self._settled(CodePanels(lanes, scales, gate.inputs))
-        packed = self._weight(panels, both, len(lanes) * LANES)
+        packed = self._weight(panels, padded(bias, 2), len(lanes) * LANES)
         nbytes = sum(half.nbytes for half in halves) + (0 if bias is None else bias.nbytes)
-        product = NativeGated(self.library.ops, packed, len(weight) // 2, nbytes)
-        missing = -weight.shape[1] % GROUP
-        return FilledGated(product, missing) if missing else product
+        return NativeGated(self.library.ops, packed, len(weight) // 2, nbytes, -gate.inputs % GROUP)
 
     def pack_tied(self, table: Tensor) -> tuple[Embedding, Linear]:
         """See `LinearBackend.pack_tied`."""
@@ -179,16 +109,10 @@ class NativeQuantisedBackend:
         embedding = PanelledEmbedding(panels, codes.outputs, codes.nbytes, table.dtype)
         return embedding, self._linear(codes, panels, None)
 
-    def pack_untied(self, table: Tensor, head: Tensor) -> tuple[Embedding, Linear]:
-        """See `LinearBackend.pack_untied`."""
-        return self.pack_tied(table)[0], self.pack_tied(head)[1]
-
     def _linear(self, codes: Quantised, panels: CodePanels, bias: Tensor | None) -> Linear:
-        packed = self._weight(panels, None if bias is None else _bias(bias), codes.outputs)
+        packed = self._weight(panels, padded(bias), codes.outputs)
         nbytes = codes.nbytes + (0 if bias is None else bias.nbytes)
-        product = NativeLinear(self.library.ops, packed, codes.outputs, nbytes)
-        missing = -codes.inputs % GROUP
-        return FilledLinear(product, missing) if missing else product
+        return NativeLinear(self.library.ops, packed, codes.outputs, nbytes, -codes.inputs % GROUP)
 
     def _settled(self, panels: CodePanels) -> CodePanels:
         """The same where they stay."""
@@ -198,11 +122,6 @@ class NativeQuantisedBackend:
     def _weight(self, panels: CodePanels, bias: Tensor | None, outputs: int) -> Any:
         inputs = panels.lanes.shape[1] * GROUP
         return self.library.classes.Weight(panels.lanes, bias, outputs, inputs, panels.scales)
-
-
-def _bias(bias: Tensor) -> Tensor:
-    """As the kernels read it: fp32, in whole panels."""
-    return F.pad(bias.float(), (0, -len(bias) % LANES)).contiguous()
 
 
 def choose_quantised_backend(
@@ -217,4 +136,4 @@ def choose_quantised_backend(
         return QuantisedBackend(bits, f"weights are made again for each product: no kernels for {name}")
     if isinstance(native, str):
         return QuantisedBackend(bits, f"weights are made again for each product: {native}")
-    return NativeQuantisedBackend(bits, native, f"products over codes, {native.about}")
+    return NativeQuantisedBackend(bits, f"products over codes, {native.about}", native)

@@ -27,10 +27,10 @@ from tests.support.native import native
 from tests.support.reference import load_reference, load_reference_tokenizer
 
 KINDS = ("int8", "int4")
-# Whole groups, tied; ragged groups and biases; a norm of heads, untied.
+# Whole groups, tied; ragged groups and biases, heads as the C++ layers want them; a norm of heads, untied.
 CHECKPOINTS: tuple[dict[str, Any], ...] = (
     {"family": "llama", "hidden": 64, "tie_word_embeddings": True},
-    {"family": "qwen2", "hidden": 80},
+    {"family": "qwen2", "hidden": 80, "heads": 5, "kv_heads": 1},
     {"family": "qwen3", "hidden": 96},
 )
 
