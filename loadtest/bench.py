@@ -28,13 +28,12 @@ from loadtest.bench_engine import folder_of
 from loadtest.bench_http import server_part
 from loadtest.bench_machine import about
 from loadtest.bench_rows import BenchError
-from loadtest.bench_work import WORKLOADS
-from loadtest.http_bench import few
+from loadtest.bench_work import WORKLOADS, works_of
+from loadtest.command import ROOT, parser_of, read_json, replace_json
 from loadtest.own_server import ServerFault, leave_on_sigterm
 from loadtest.stream import StreamError
 from server.tools.compare.machine import commit, now
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULT = "loadtest/results/bench.json"
 OUT = "loadtest/out/bench"  # answers, until they are checked
 ALL = ("ceiling", "engine", "http", "mixed", "context", "queue", "quantised", "speculation", "check")
@@ -100,7 +99,7 @@ def _measure(part: str, plan: Plan, folder: Path, texts: Path) -> tuple[dict[str
     if part == "check":
         return _checked_here(plan, folder, texts), {}
     if part == "http":
-        works = few(list(WORKLOADS.values()), plan.requests)
+        works = works_of(list(WORKLOADS), plan.requests)
         return server_part(plan.model, folder, works, plan.seed, plan.flags)
     more = [] if plan.requests is None else ["--requests", str(plan.requests)]
     words = ["loadtest.bench_parts", part, "--model", plan.model, "--seed", str(plan.seed), *more]
@@ -109,12 +108,12 @@ def _measure(part: str, plan: Plan, folder: Path, texts: Path) -> tuple[dict[str
     with tempfile.TemporaryDirectory(prefix="headroom-bench-") as name:
         answers = Path(name) / "answers.json"
         found = child([*words, "--texts", str(answers)])
-        return found, json.loads(answers.read_text(encoding="utf-8"))
+        return found, read_json(answers)
 
 
 def _checked_here(plan: Plan, folder: Path, texts: Path) -> dict[str, Any]:
     """The tallies of the answers that belong to the figures in the results."""
-    kept = json.loads(plan.result.read_text(encoding="utf-8")) if plan.result.exists() else {"parts": {}}
+    kept = read_json(plan.result) if plan.result.exists() else {"parts": {}}
     origins = {
         name: Origin(kept["model"], part["seed"], part["commit"])
         for name, part in kept["parts"].items()
@@ -135,8 +134,7 @@ def child(words: Sequence[str], python: str = sys.executable) -> dict[str, Any]:
         )
         if done.returncode or not result.exists():
             raise BenchError(f"{words[0]} ended with code {done.returncode}")
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        return found
+        return read_json(result)
 
 
 def checked(folder: Path, files: dict[str, Path], most: int | None) -> dict[str, Any]:
@@ -151,16 +149,11 @@ def checked(folder: Path, files: dict[str, Path], most: int | None) -> dict[str,
 def keep(path: Path, model: str, parts: dict[str, Any]) -> None:
     """Add parts to the results, in place of older ones; results of another machine or model are dropped."""
     machine = json.loads(json.dumps(asdict(about())))
-    found: dict[str, Any] = {}
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path) if path.exists() else {}
     if found.get("machine") != machine or found.get("model") != model:
         found = {"model": model, "machine": machine, "parts": {}}
     found["parts"] |= parts
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    replace_json(path, found)
 
 
 def add_flags(parser: argparse.ArgumentParser, result: str) -> None:
@@ -186,7 +179,7 @@ def finish(write: Callable[[Path], None], to_page: bool) -> None:
 
 def main() -> int:
     """Measure, write JSON and page; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.bench", description=__doc__.partition("\n")[0])
+    parser = parser_of("bench", __doc__)
     parser.add_argument("--parts", default=",".join(ALL), help="default: %(default)s")
     add_flags(parser, RESULT)
     options = parser.parse_args()
@@ -211,7 +204,7 @@ def main() -> int:
         texts.mkdir(parents=True, exist_ok=True)
         failed = run(plan, texts)
         if result == quick and quick.exists():
-            print(bench_page.own_block(json.loads(quick.read_text(encoding="utf-8"))))
+            print(bench_page.own_block(read_json(quick)))
     finish(bench_page.render, result == ROOT / RESULT)
     return 1 if failed else 0
 

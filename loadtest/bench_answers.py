@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from loadtest.command import read_json, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,12 @@ class Origin:
 
 def write(path: Path, origin: Origin, works: Mapping[str, Any]) -> None:
     """The answers to each workload, with their origin."""
-    path.write_text(json.dumps(asdict(origin) | {"works": works}) + "\n", encoding="utf-8")
+    write_json(path, asdict(origin) | {"works": works})
 
 
 def read(path: Path) -> dict[str, Any]:
     """The answers in a file, by workload."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["works"]
-    return found
+    return dict(read_json(path)["works"])
 
 
 def of_this_run(files: Mapping[str, Path], origins: Mapping[str, Origin]) -> dict[str, Path]:
@@ -36,7 +36,7 @@ def of_this_run(files: Mapping[str, Path], origins: Mapping[str, Origin]) -> dic
     kept: dict[str, Path] = {}
     for name, path in files.items():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
             origin = Origin(found["model"], found["seed"], found["commit"])
         except (OSError, ValueError, KeyError, TypeError):
             origin = None

@@ -12,8 +12,6 @@ reference would, an answer without it is as good.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 
 from loadtest.bench_answers import read
+from loadtest.command import parser_of, read_json, write_json
 from loadtest.equality import first_difference, near_ties
 
 TOKENS = 16  # of each answer
@@ -74,7 +73,7 @@ class Oracle:
         self.ends: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             if (folder / name).exists():
-                ends = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+                ends = read_json(folder / name).get("eos_token_id")
                 self.ends |= set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -241,9 +240,7 @@ def _tally(
 
 def main() -> int:
     """Check files of answers, write what was found; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.bench_check", description=__doc__.partition("\n")[0]
-    )
+    parser = parser_of("bench_check", __doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--texts", nargs="+", required=True, metavar="NAME=FILE")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
@@ -252,7 +249,7 @@ def main() -> int:
     named = dict(each.split("=", 1) for each in options.texts)
     files = {name: read(Path(path)) for name, path in named.items()}
     found = check(Oracle(options.model), files, options.check)
-    options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(options.json, found)
     for name, works in found.items():
         for work, tally in works.items():
             counts = ", ".join(f"{tally[kind]} {kind.replace('_', ' ')}" for kind in VERDICTS)

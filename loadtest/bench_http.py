@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,8 @@ from typing import Any
 
 from loadtest.bench_cost import model_cost
 from loadtest.bench_work import Work
-from loadtest.http_bench import run, tell
+from loadtest.command import read_json
+from loadtest.http_bench import run
 from loadtest.own_server import OwnServer, own_server
 
 STARTS = 3  # the median of them; the first may still compile, or read the model from the disk
@@ -39,7 +39,7 @@ def server_part(
     model: str, folder: Path, works: Sequence[Work], seed: int, flags: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures and answers. Raises BenchError, StreamError, OSError, TimeoutError, ServerFault."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     weights, ready = model_cost(config).weight_bytes, list[float]()
     for _ in range(STARTS - 1):
         with started(model, flags) as start:
@@ -48,7 +48,7 @@ def server_part(
         ready.append(start.ready_s)
         idle = memory(start.server, weights)
         name = start.server.get("/v1/models")["data"][0]["id"]
-        rows, texts = run(start.server.url, name, works, seed, tell, config["vocab_size"])
+        rows, texts = run(start.server.url, name, works, seed, config["vocab_size"])
         busy = memory(start.server, weights)
     found = {"ready_s": ready, "ready_median_s": statistics.median(ready), "idle": idle, "busy": busy}
     return found | {"rows": rows}, texts

@@ -7,7 +7,6 @@ Nothing is run: the numbers come from the JSON files in loadtest/results/, and g
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from loadtest import page
 from loadtest.bench_peers_page import peers_block
 from loadtest.bench_tables import Bar, spread, tallies, verdict, where, works
+from loadtest.command import read_json
 from loadtest.page import Found, lines, number, table
 from server.engine.units import format_bytes
 
@@ -206,10 +206,7 @@ def _stamps(parts: Found) -> str:
 
 def render(root: Path) -> None:
     """Write the page under `root` from its JSON; what was not measured is said."""
-    own, peers = (
-        json.loads((root / name).read_text(encoding="utf-8")) if (root / name).exists() else None
-        for name in (OWN, PEERS)
-    )
+    own, peers = (read_json(root / name) if (root / name).exists() else None for name in (OWN, PEERS))
     page.fill(root / PAGE, block(own, peers), BEGIN)
 
 

@@ -5,14 +5,11 @@ python -m loadtest.bench_parts PART --model MODEL --seed N --json FILE [--texts 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from loadtest.bench_cost import longer_context, model_cost, work_cost
@@ -20,9 +17,9 @@ from loadtest.bench_engine import drive, folder_of, request_of
 from loadtest.bench_rows import Answer, BenchError
 from loadtest.bench_setup import Found, Setup, run_work, warm
 from loadtest.bench_variants import perplexity_part, quantised_part, speculation_part
-from loadtest.bench_work import WORKLOADS, Ask, Work, mixed, uniform_like
+from loadtest.bench_work import Ask, Work, add_flags, mixed, uniform_like, works_of
 from loadtest.ceiling import ceiling
-from loadtest.http_bench import few
+from loadtest.command import parser_of, write_both
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
 
@@ -43,7 +40,7 @@ def engine_part(setup: Setup) -> Found:
     engine, facts = warm(setup, weights=setup.weights)
     cost = model_cost(setup.config, ITEMSIZE[facts.dtype])
     rows, texts = {}, {}
-    for work in few([WORKLOADS[name] for name in setup.works], setup.requests):
+    for work in works_of(setup.works, setup.requests):
         found, answers, steps = run_work(engine, facts, work, setup)
         spent = work_cost(cost, work, steps, facts.max_batch_tokens)
         rows[work.name] = found | {"steps": steps, "bytes": spent.bytes, "flops": spent.flops}
@@ -164,15 +161,11 @@ PARTS: dict[str, Callable[[Setup], Found]] = {
 
 def main() -> int:
     """Measure one part; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.bench_parts")
+    parser = parser_of("bench_parts", __doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--requests", type=int)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--weights", default="none")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--texts", type=Path)
+    add_flags(parser)
     options = parser.parse_args()
     works = tuple(options.workloads.split(","))
     setup = Setup(folder_of(options.model), options.seed, options.requests, works, options.weights)
@@ -181,9 +174,7 @@ def main() -> int:
     except BenchError as error:
         print(f"{options.part}: {error}", file=sys.stderr)
         return 1
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if options.texts:
-        options.texts.write_text(json.dumps(texts) + "\n", encoding="utf-8")
+    write_both(options, found, texts)
     return 0
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import bench_page, peers
-from loadtest.bench import FAULTS, ROOT, add_flags, checked, child, finish, tell_fault, tell_wrong
+from loadtest.bench import FAULTS, add_flags, checked, child, finish, tell_fault, tell_wrong
 from loadtest.bench_answers import Origin, of_this_run, write
 from loadtest.bench_engine import folder_of
 from loadtest.bench_http import started
@@ -32,8 +32,9 @@ from loadtest.bench_peers_page import OURS, peers_block
 from loadtest.bench_peers_record import Record, resumed
 from loadtest.bench_perplexity import perplexity
 from loadtest.bench_rows import BenchError
-from loadtest.bench_work import WORKLOADS
-from loadtest.http_bench import few, run, tell
+from loadtest.bench_work import WORKLOADS, works_of
+from loadtest.command import ROOT, parser_of, read_json
+from loadtest.http_bench import run
 from loadtest.own_server import free_port, leave_on_sigterm, running
 from server import __version__
 from server.tools.compare.machine import commit, now
@@ -60,7 +61,7 @@ class Plan:
     @property
     def vocab(self) -> int:
         """Rows of the model's embedding."""
-        return int(json.loads((self.folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+        return int(read_json(self.folder / "config.json")["vocab_size"])
 
 
 def headroom(plan: Plan, names: Sequence[str], seed: int) -> Found:
@@ -140,8 +141,8 @@ def _peer(peer: peers.Peer, port: int, plan: Plan, names: Sequence[str], seed: i
 
 
 def _http(url: str, served: str, plan: Plan, names: Sequence[str], seed: int) -> Found:
-    works = few([WORKLOADS[name] for name in names], plan.requests)
-    return run(url, served, works, seed, tell, plan.vocab)
+    works = works_of(names, plan.requests)
+    return run(url, served, works, seed, plan.vocab)
 
 
 def _child(
@@ -151,7 +152,7 @@ def _child(
     more = [] if plan.requests is None else ["--requests", str(plan.requests)]
     more += ["--workloads", ",".join(names), "--seed", str(seed), "--texts", str(path)]
     found = child([*words, *more], python)
-    return found, json.loads(path.read_text(encoding="utf-8"))
+    return found, read_json(path)
 
 
 def measure(plan: Plan, keep: Record, options: argparse.Namespace) -> None:
@@ -259,9 +260,7 @@ def ours_fell_short(found: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Measure, write JSON and page, print the ratios; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.bench_peers", description=__doc__.partition("\n")[0]
-    )
+    parser = parser_of("bench_peers", __doc__)
     parser.add_argument("--peers", type=Path, default=Path("peers"), metavar="FOLDER", help="where they are")
     for name in ("vllm", "llama", "openvino"):
         parser.add_argument(f"--{name}", type=Path, metavar="PROGRAM", help="this one is somewhere else")

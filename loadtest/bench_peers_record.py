@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench_rows import BenchError
+from loadtest.command import read_json, replace_json
 
 
 @dataclass(slots=True)
@@ -21,10 +22,7 @@ class Record:
 
     def save(self) -> None:
         """Whole or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text(json.dumps(self.found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        fresh.replace(self.path)
+        replace_json(self.path, self.found)
 
     def round(self, number: int, seed: int | None) -> dict[str, Any]:
         """Round `number`, counted from 0, made with a fresh seed if it is not there."""
@@ -37,7 +35,7 @@ class Record:
 
 def resumed(path: Path, model: str, machine: Mapping[str, Any]) -> Record:
     """The results in `path`, to go on with. Raises BenchError if they are of another model or machine."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     if found["model"] != model:
         raise BenchError(f"--resume: {path.name} is of the model {found['model']}, not {model}")
     here = json.loads(json.dumps(machine))

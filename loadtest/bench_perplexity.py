@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from loadtest.bench import RESULT, ROOT, child
+from loadtest.bench import RESULT, child
 from loadtest.bench_variants import BESIDE_PEERS
+from loadtest.command import ROOT, read_json
 
 _WANTED = ("perplexity", "text", "positions")
 
@@ -15,7 +15,7 @@ _WANTED = ("perplexity", "text", "positions")
 def perplexity(model: str, measure: bool, result: Path = ROOT / RESULT) -> dict[str, Any] | None:
     """By kind of weights: from `make bench` if it has measured this model, else measured now if it may be;
     None if not. Raises BenchError."""
-    known = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    known = read_json(result) if result.exists() else {}
     rows: dict[str, Any] = known.get("parts", {}).get("quantised", {}).get("rows", {})
     if known.get("model") != model or not set(BESIDE_PEERS) <= set(rows):
         if not measure:

@@ -81,9 +81,14 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
 
 
-def record(found: Row) -> dict[str, Any]:
-    """For the JSON: four digits are more than the machine repeats."""
-    return {key: _short(value) for key, value in asdict(found).items()}
+def told(found: Row) -> dict[str, Any]:
+    """For the JSON, after a line on the terminal: four digits are more than the machine repeats."""
+    values = {
+        key: float(f"{value:.4g}") if isinstance(value, float) else value
+        for key, value in asdict(found).items()
+    }
+    print(" ".join(f"{key}={value}" for key, value in values.items()), flush=True)
+    return values
 
 
 def said(given: Sequence[Ask], answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -126,7 +131,3 @@ def closed_loop(
                 answers[index].tokens += len(ids)
             running -= ended
     return answers, time.perf_counter() - begin
-
-
-def _short(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.bench_engine import drive, make_engine
-from loadtest.bench_rows import record, row, said
+from loadtest.bench_rows import row, said, told
 from loadtest.bench_work import WARM_UP, WORKLOADS, Ask, Work, asks
-from loadtest.http_bench import tell
+from loadtest.command import read_json
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
 
@@ -31,8 +30,7 @@ class Setup:
     @property
     def config(self) -> dict[str, Any]:
         """The model's `config.json`."""
-        found: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        return found
+        return read_json(self.folder / "config.json")
 
     def asks(self, work: Work, turn: int = 0) -> list[Ask]:
         """The requests of a workload; each turn has fresh ones."""
@@ -64,6 +62,4 @@ def run_work(
         drive(engine, facts, given[:1], 1)
     before = engine.stats().steps
     answers, wall = drive(engine, facts, given, work.concurrency)
-    found = row(work, answers, wall)
-    tell(found)
-    return record(found), said(given, answers), engine.stats().steps - before
+    return told(row(work, answers, wall)), said(given, answers), engine.stats().steps - before

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench_engine import drive, kernels
-from loadtest.bench_rows import record, row
+from loadtest.bench_rows import row, told
 from loadtest.bench_setup import Found, Setup, run_work, warm
-from loadtest.bench_work import WORKLOADS, Ask, Work, repetitive
-from loadtest.http_bench import few, tell
+from loadtest.bench_work import Ask, Work, few, repetitive, works_of
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
 from server.engine.options import EngineOptions
@@ -30,7 +29,7 @@ def quantised_part(setup: Setup) -> Found:
         engine, facts = warm(setup, weights=kind)
         found = {
             work.name: run_work(engine, facts, work, setup)[0]
-            for work in few([WORKLOADS[name] for name in QUANTISED_WORKS], setup.requests)
+            for work in works_of(QUANTISED_WORKS, setup.requests)
         }
         del engine
         rows[kind] = {"weight_bytes": facts.weight_bytes, "rows": found, **_perplexity(setup.folder, kind)}
@@ -58,7 +57,7 @@ def speculation_part(setup: Setup) -> Found:
     each the run with the median rate."""
     engines = {kind: warm(setup, speculate=kind) for kind in ("off", "ngram")}
     rows: dict[str, Any] = {}
-    for work in few([*REPETITIVE, *(WORKLOADS[name] for name in RANDOM)], setup.requests):
+    for work in [*few(REPETITIVE, setup.requests), *works_of(RANDOM, setup.requests)]:
         runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in engines}
         for turn in range(SPECULATION_TURNS):
             given = (
@@ -80,8 +79,6 @@ def _speculated(engine: Engine, facts: EngineFacts, work: Work, given: list[Ask]
     before = asdict(engine.stats())
     answers, wall = drive(engine, facts, given, work.concurrency)
     gone = {key: value - before[key] for key, value in asdict(engine.stats()).items()}
-    found = row(work, answers, wall)
-    tell(found)
-    return record(found) | {
+    return told(row(work, answers, wall)) | {
         key: value for key, value in gone.items() if key == "steps" or "draft" in key or "accept" in key
     }

@@ -7,8 +7,10 @@ needed here, so that a peer's own Python can make the same work.
 from __future__ import annotations
 
 import random
+from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 VOCAB = 49152  # of the default model
 _LOWEST, _HIGHEST = 300, 40000  # ids drawn: above the special ones, below the rarest
@@ -39,6 +41,27 @@ WORKLOADS = {
     )
 }
 WARM_UP = Work("warm-up", 1, 1, 32, 16)
+
+
+def few(works: Sequence[Work], requests: int | None) -> list[Work]:
+    """The workloads cut to `requests` requests each, for a quick look; None leaves them whole."""
+    return [
+        work if requests is None else replace(work, requests=min(requests, work.requests)) for work in works
+    ]
+
+
+def works_of(names: Sequence[str], requests: int | None) -> list[Work]:
+    """The same, of workloads by name."""
+    return few([WORKLOADS[name] for name in names], requests)
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """What is told to a command that does some of the work, and where it writes what came of it."""
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default: %(default)s)")
+    parser.add_argument("--requests", type=int, metavar="N", help="at most so many a workload: a quick look")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="write the answers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ nothing is measured: the pages are written from the JSON that is there.
 
 from __future__ import annotations
 
-import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -20,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import page
-from loadtest.page import ROOT, Found, lines, number, table
+from loadtest.command import ROOT, parser_of, read_json
+from loadtest.page import Found, lines, number, table
 from server.engine.units import format_bytes
 
 RESULT = "loadtest/results/cache-modes.json"
@@ -97,7 +96,7 @@ BLOCKS: Mapping[str, Callable[[Found], str]] = {"docs/cache.md": cache_page, "RE
 
 def render(root: Path) -> None:
     """Write the pages under `root` from its JSON."""
-    found = json.loads((root / RESULT).read_text(encoding="utf-8"))
+    found = read_json(root / RESULT)
     for name, block in BLOCKS.items():
         page.fill(root / name, block(found), BEGIN)
 
@@ -172,9 +171,7 @@ def _spread(times: Mapping[str, float]) -> str:
 
 def main() -> int:
     """Measure unless told not to, then write the pages; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.cache_page", description=__doc__.partition("\n")[0]
-    )
+    parser = parser_of("cache_page", __doc__)
     parser.add_argument("--model", default="smollm2-135m", help="what to measure (default: %(default)s)")
     parser.add_argument("--compare", default="", metavar="FLAGS", help="more flags for headroom compare")
     parser.add_argument("--render", action="store_true", help="write the pages from the JSON that is there")

@@ -11,7 +11,6 @@ of many. Where the C++ does not compile, PyTorch's are the only ones, and a bett
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from loadtest.command import parser_of
 from model.fetch import default_cache_dir
 from model.native.build import Recipe, load_native
 from model.native.library import NativeUnavailable
@@ -113,9 +113,7 @@ def _fastest(do: Callable[[], object], seconds: float) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.ceiling", description=__doc__.partition("\n")[0]
-    )
+    parser = parser_of("ceiling", __doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="default: %(default)s")
     print(json.dumps(asdict(ceiling(parser.parse_args().seconds)), indent=1))
 

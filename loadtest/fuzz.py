@@ -8,8 +8,6 @@ bodies that are broken in every way we know, and broken HTTP. Exit code 1 if any
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import threading
@@ -21,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtest.command import ROOT, add_json, parser_of, write_json
 from loadtest.fuzz_bodies import body_calls
 from loadtest.fuzz_checks import attack_fault, fault
 from loadtest.fuzz_schema import schema_calls
@@ -30,7 +29,6 @@ from loadtest.own_server import OwnServer, ServerFault, leave_on_sigterm, own_se
 from loadtest.tiny import make_tiny
 from server.tools.compare.machine import commit, now, this_machine
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULT = "loadtest/results/fuzz.json"
 REQUESTS = 20_000
 FLAGS = (
@@ -189,22 +187,20 @@ def summary(found: dict[str, Any]) -> str:
 
 def main() -> int:
     """Fuzz, print the summary, write the JSON; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.fuzz", description=__doc__.partition("\n")[0])
+    parser = parser_of("fuzz", __doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="how many (default: %(default)s)")
     parser.add_argument(
         "--seed", type=int, default=1, help="the same seed, the same requests (default: %(default)s)"
     )
     parser.add_argument("--model", default="", help="what to serve (default: a tiny checkpoint made for it)")
-    parser.add_argument(
-        "--json", metavar="FILE", help=f"default: {RESULT} of a run as long as the default, none of a shorter"
-    )
+    add_json(parser, RESULT)
     options = parser.parse_args()
     leave_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="headroom-fuzz-") as folder:
         found = run(options.model, options.requests, options.seed, Path(folder))
     kept = options.json or (ROOT / RESULT if options.requests >= REQUESTS else None)
     if kept:
-        Path(kept).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_json(kept, found)
     print(summary(found))
     for example in found["examples"][:10]:
         print(f"- {example['what']}\n  {example['shot'][:400]}")

@@ -9,19 +9,17 @@ the server, so it only notes when bytes came, and reads them once the clock has 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from loadtest.bench_rows import Answer, BenchError, Row, record, row, said
-from loadtest.bench_work import VOCAB, WARM_UP, WORKLOADS, Ask, Work, asks
+from loadtest.bench_rows import Answer, BenchError, Row, row, said, told
+from loadtest.bench_work import VOCAB, WARM_UP, Ask, Work, add_flags, asks, works_of
+from loadtest.command import parser_of, write_both
 from loadtest.stream import StreamError, read_stream
 
 PATH = "/v1/completions"
@@ -153,12 +151,7 @@ async def measure(url: str, model: str, work: Work, given: Sequence[Ask]) -> tup
 
 
 def run(
-    url: str,
-    model: str,
-    works: Sequence[Work],
-    seed: int,
-    tell: Callable[[Row], None],
-    vocab: int = VOCAB,
+    url: str, model: str, works: Sequence[Work], seed: int, vocab: int = VOCAB
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Warm the server up, then each workload: figures and answers by its name."""
     rows: dict[str, Any] = {}
@@ -169,8 +162,7 @@ def run(
         for work in works:
             given = asks(work, seed, vocab)
             found, answers = await measure(url, model, work, given)
-            rows[work.name], texts[work.name] = record(found), said(given, answers)
-            tell(found)
+            rows[work.name], texts[work.name] = told(found), said(given, answers)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(all_works())
@@ -187,42 +179,21 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def tell(found: Row) -> None:
-    """A line on the terminal."""
-    values: Mapping[str, Any] = record(found)
-    print(" ".join(f"{key}={value}" for key, value in values.items()), flush=True)
-
-
-def few(works: Sequence[Work], requests: int | None) -> list[Work]:
-    """The workloads cut to `requests` requests each, for a quick look; None leaves them whole."""
-    if requests is None:
-        return list(works)
-    return [dataclasses.replace(work, requests=min(requests, work.requests)) for work in works]
-
-
 def main() -> int:
     """Measure one server; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.http_bench", description=__doc__.partition("\n")[0]
-    )
+    parser = parser_of("http_bench", __doc__)
     parser.add_argument("url", help="as http://127.0.0.1:8000")
     parser.add_argument("model", help="what the server calls it")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts (default: %(default)s)")
     parser.add_argument("--vocab", type=int, default=VOCAB, help="of the model (default: %(default)s)")
-    parser.add_argument("--requests", type=int, metavar="N", help="at most so many a workload: a quick look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--texts", type=Path, metavar="FILE", help="write the answers")
+    add_flags(parser)
     options = parser.parse_args()
-    works = few([WORKLOADS[name] for name in options.workloads.split(",")], options.requests)
+    works = works_of(options.workloads.split(","), options.requests)
     try:
-        rows, texts = run(options.url, options.model, works, options.seed, tell, options.vocab)
+        rows, texts = run(options.url, options.model, works, options.seed, options.vocab)
     except (BenchError, StreamError, OSError, TimeoutError) as error:
         print(f"not measured: {error}", file=sys.stderr)
         return 1
-    for path, content in ((options.json, rows), (options.texts, texts)):
-        if path:
-            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_both(options, rows, texts)
     return 0
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
+from loadtest.command import ROOT
+
 START_SECONDS = 600.0  # the first start may fetch the model
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.02  # benchmarks measure how long the start takes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import textwrap
@@ -10,17 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from loadtest.command import ROOT, parser_of
+
 END = "<!-- measured: end -->"
 
 Found = Mapping[str, Any]  # the JSON of what was measured
 
 
-def main(name: str, doc: str | None, render: Callable[[Path], None]) -> int:
+def main(name: str, doc: str, render: Callable[[Path], None]) -> int:
     """The command `python -m loadtest.name`, which is told nothing: write the page; the exit code."""
-    argparse.ArgumentParser(
-        prog=f"python -m loadtest.{name}", description=(doc or "").partition("\n")[0]
-    ).parse_args()
+    parser_of(name, doc).parse_args()
     try:
         render(ROOT)
     except (OSError, ValueError) as error:

@@ -8,8 +8,6 @@ step, greedy, and no answer ends before its last token. Its API: openvinotoolkit
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +17,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from loadtest.bench_rows import Answer, BenchError, closed_loop, record, row, said
-from loadtest.bench_work import VOCAB, WARM_UP, WORKLOADS, Ask, asks
-from loadtest.http_bench import few
+from loadtest.bench_rows import Answer, BenchError, closed_loop, row, said, told
+from loadtest.bench_work import VOCAB, WARM_UP, Ask, add_flags, asks, works_of
+from loadtest.command import parser_of, write_both
 
 CACHE_GB = 2  # as much as ours has by default
 SEATS = 64
@@ -78,36 +76,27 @@ class Driver:
 
 def main() -> int:
     """Measure; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.peer_openvino", description=__doc__.partition("\n")[0]
-    )
+    parser = parser_of("peer_openvino", __doc__)
     parser.add_argument("--gguf", type=Path, required=True, help="the checkpoint, F16")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--vocab", type=int, default=VOCAB, help="of the model (default: %(default)s)")
-    parser.add_argument("--requests", type=int)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--texts", type=Path)
+    add_flags(parser)
     options = parser.parse_args()
     driver = Driver(load(options.gguf))
     rows, texts = {}, {}
     driver.drive(asks(WARM_UP, options.seed, options.vocab), 1)
-    for work in few([WORKLOADS[name] for name in options.workloads.split(",")], options.requests):
+    for work in works_of(options.workloads.split(","), options.requests):
         given = asks(work, options.seed, options.vocab)
         if work.shared:
             driver.drive(given[:1], 1)
         try:
             answers, wall = driver.drive(given, work.concurrency)
-            rows[work.name] = record(row(work, answers, wall))
+            rows[work.name] = told(row(work, answers, wall))
         except BenchError as error:
             print(f"not measured: {error}", file=sys.stderr)
             return 1
         texts[work.name] = said(given, answers)
-        print(" ".join(f"{key}={value}" for key, value in rows[work.name].items()), flush=True)
     found = {"version": genai.__version__.partition("-")[0], "rows": rows}
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if options.texts:
-        options.texts.write_text(json.dumps(texts) + "\n", encoding="utf-8")
+    write_both(options, found, texts)
     return 0
 
 

@@ -7,11 +7,11 @@ Nothing is run: the numbers come from the JSON files in loadtest/results/, and g
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from loadtest import fuzz, page, soak
+from loadtest.command import read_json
 from loadtest.page import Found, lines, table
 from server.engine.units import format_bytes
 
@@ -119,9 +119,7 @@ def _where(found: Found) -> str:
 
 def render(root: Path) -> None:
     """Write the page under `root` from its JSON. Raises ValueError as `block` does."""
-    held, tried = (
-        json.loads((root / name).read_text(encoding="utf-8")) for name in (soak.RESULT, fuzz.RESULT)
-    )
+    held, tried = (read_json(root / name) for name in (soak.RESULT, fuzz.RESULT))
     page.fill(root / PAGE, block(held, tried), BEGIN)
 
 

@@ -24,7 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.own_server import ROOT, leave_on_sigterm, own_server
+from loadtest.command import ROOT, parser_of
+from loadtest.own_server import leave_on_sigterm, own_server
 
 SAMPLE_SECONDS = 0.2
 SATURATED = 0.9  # share of a core from which the client is part of what it measures
@@ -196,7 +197,7 @@ def report(measured: Measured, peak: dict[str, Any] | None, console: Console) ->
 
 def main() -> int:
     """Run the load test; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.run", description=__doc__.partition("\n")[0])
+    parser = parser_of("run", __doc__)
     parser.add_argument("--model", default="smollm2-135m", help="what to serve (default: %(default)s)")
     parser.add_argument("--users", type=int, default=8, help="users at once (default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=60, help="how long (default: %(default)s)")

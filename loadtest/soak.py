@@ -9,18 +9,16 @@ code 1 if an answer differs, something is refused, a block stays, the books do n
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from loadtest.command import ROOT, add_json, parser_of, write_json
 from loadtest.own_server import OwnServer, ServerFault, leave_on_sigterm, own_server
 from loadtest.soak_catalogue import MODES, Ask, catalogue
 from loadtest.soak_client import ANSWER_SECONDS, Heard, Refused, ask, leave
@@ -28,7 +26,6 @@ from loadtest.soak_judge import NEAR_TIE, Judgement, scored_body, tie_gap
 from loadtest.soak_memory import Sample, growth
 from server.tools.compare.machine import commit, now, this_machine
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULT = "loadtest/results/soak.json"
 SHARE_LEFT = 1 / 3
 PRIORITIES = (0, 0, 0, 0, -1, 1, 5)
@@ -248,7 +245,7 @@ def _end(server: OwnServer, course: Course, truth: dict[str, Heard], preempted: 
 def main() -> int:
     """Soak, say how it went, write the JSON; the exit code."""
     default = Setup()
-    parser = argparse.ArgumentParser(prog="python -m loadtest.soak", description=__doc__.partition("\n")[0])
+    parser = parser_of("soak", __doc__)
     parser.add_argument(
         "--minutes", type=float, default=default.minutes, help="of load (default: %(default)s)"
     )
@@ -257,9 +254,7 @@ def main() -> int:
     parser.add_argument("--kv-memory", default=default.kv_memory, help="the pool (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of the server (default: its own choice)")
     parser.add_argument("--seed", type=int, default=default.seed, help="who asks what (default: %(default)s)")
-    parser.add_argument(
-        "--json", metavar="FILE", help=f"default: {RESULT} of a run as long as the default, none of a shorter"
-    )
+    add_json(parser, RESULT)
     options = parser.parse_args()
     leave_on_sigterm()
     setup = Setup(
@@ -277,7 +272,7 @@ def main() -> int:
         return 1
     kept = options.json or (ROOT / RESULT if options.minutes >= default.minutes else None)
     if kept:
-        Path(kept).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_json(kept, found)
     print(
         f"{found['answers']:,} answers of {found['requests']:,} requests in "
         f"{found['loaded_seconds'] / 60:.1f} min: "

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from loadtest.bench_rows import Row
-from loadtest.bench_work import Ask, Work
-from loadtest.http_bench import few, measure, read, request_bytes, run, send
+from loadtest.bench_work import Ask, Work, few
+from loadtest.http_bench import measure, read, request_bytes, run, send
 from loadtest.stream import StreamError
 from tests.support.fake_sse import EVENTS, PACE, TOKENS_PER_EVENT, fake_sse
 
@@ -91,11 +90,13 @@ def test_so_many_are_in_flight_and_no_more(url: str) -> None:
     assert found.wall_s >= 2 * EVENTS * PACE and found.out_tok_s == pytest.approx(4 * TOKENS / found.wall_s)
 
 
-def test_a_run_warms_up_and_keeps_what_was_said(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_warms_up_and_keeps_what_was_said(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("loadtest.http_bench.WARM_UP", Work("warm-up", 1, 1, 4, TOKENS))
-    told: list[Row] = []
-    rows, texts = run(url, "steady", [Work("w", 2, 2, 5, TOKENS)], 3, told.append)
-    assert [found.workload for found in told] == ["w"] and rows["w"]["requests"] == 2
+    rows, texts = run(url, "steady", [Work("w", 2, 2, 5, TOKENS)], 3)
+    (told,) = capsys.readouterr().out.splitlines()
+    assert told.startswith("workload=w requests=2 ") and rows["w"]["requests"] == 2
     assert [(said["text"], said["tokens"], len(said["prompt"])) for said in texts["w"]] == [
         (TEXT, TOKENS, 5)
     ] * 2
