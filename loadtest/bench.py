@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,12 +103,7 @@ def _measure(part: str, plan: Plan, folder: Path, texts: Path) -> tuple[dict[str
         return server_part(plan.model, folder, works, plan.seed, plan.flags)
     more = [] if plan.requests is None else ["--requests", str(plan.requests)]
     words = ["loadtest.bench_parts", part, "--model", plan.model, "--seed", str(plan.seed), *more]
-    if part != "engine":
-        return child(words), {}
-    with tempfile.TemporaryDirectory(prefix="headroom-bench-") as name:
-        answers = Path(name) / "answers.json"
-        found = child([*words, "--texts", str(answers)])
-        return found, read_json(answers)
+    return answered(words) if part == "engine" else (child(words), {})
 
 
 def _checked_here(plan: Plan, folder: Path, texts: Path) -> dict[str, Any]:
@@ -135,6 +130,13 @@ def child(words: Sequence[str], python: str = sys.executable) -> dict[str, Any]:
         if done.returncode or not result.exists():
             raise BenchError(f"{words[0]} ended with code {done.returncode}")
         return read_json(result)
+
+
+def answered(words: Sequence[str], python: str = sys.executable) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same with the answers, by workload."""
+    with tempfile.TemporaryDirectory(prefix="headroom-bench-") as name:
+        answers = Path(name) / "answers.json"
+        return child([*words, "--texts", str(answers)], python), read_json(answers)
 
 
 def checked(folder: Path, files: dict[str, Path], most: int | None) -> dict[str, Any]:
@@ -170,10 +172,10 @@ def add_flags(parser: argparse.ArgumentParser, result: str) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"default: {result}; with --requests, none")
 
 
-def finish(write: Callable[[Path], None], to_page: bool) -> None:
+def finish(to_page: bool) -> None:
     """Write the page, if the results are those that it shows."""
     if to_page:
-        write(ROOT)
+        bench_page.render(ROOT)
         print(f"written: {bench_page.PAGE}")
 
 
@@ -205,7 +207,7 @@ def main() -> int:
         failed = run(plan, texts)
         if result == quick and quick.exists():
             print(bench_page.own_block(read_json(quick)))
-    finish(bench_page.render, result == ROOT / RESULT)
+    finish(result == ROOT / RESULT)
     return 1 if failed else 0
 
 

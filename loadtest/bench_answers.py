@@ -17,7 +17,7 @@ class Origin:
 
     model: str
     seed: int
-    commit: str
+    commit: str | None
 
 
 def write(path: Path, origin: Origin, works: Mapping[str, Any]) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +16,6 @@ from loadtest.own_server import OwnServer, own_server
 STARTS = 3  # the median of them; the first may still compile, or read the model from the disk
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A server that answers, and the seconds from the command to that."""
-
-    server: OwnServer
-    ready_s: float
-
-
-@contextmanager
-def started(model: str, flags: Sequence[str]) -> Iterator[Started]:
-    """Our server, on a free port, always stopped."""
-    begin = time.perf_counter()
-    with own_server(model, flags) as server:
-        yield Started(server, time.perf_counter() - begin)
-
-
 def server_part(
     model: str, folder: Path, works: Sequence[Work], seed: int, flags: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -42,14 +23,14 @@ def server_part(
     config = read_json(folder / "config.json")
     weights, ready = model_cost(config).weight_bytes, list[float]()
     for _ in range(STARTS - 1):
-        with started(model, flags) as start:
-            ready.append(start.ready_s)
-    with started(model, flags) as start:
-        ready.append(start.ready_s)
-        idle = memory(start.server, weights)
-        name = start.server.get("/v1/models")["data"][0]["id"]
-        rows, texts = run(start.server.url, name, works, seed, config["vocab_size"])
-        busy = memory(start.server, weights)
+        with own_server(model, flags) as server:
+            ready.append(server.ready_s)
+    with own_server(model, flags) as server:
+        ready.append(server.ready_s)
+        idle = memory(server, weights)
+        name = server.get("/v1/models")["data"][0]["id"]
+        rows, texts = run(server.url, name, works, seed, config["vocab_size"])
+        busy = memory(server, weights)
     found = {"ready_s": ready, "ready_median_s": statistics.median(ready), "idle": idle, "busy": busy}
     return found | {"rows": rows}, texts
 

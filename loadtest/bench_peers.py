@@ -16,17 +16,15 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest import bench_page, peers
-from loadtest.bench import FAULTS, add_flags, checked, child, finish, tell_fault, tell_wrong
+from loadtest.bench import FAULTS, add_flags, answered, checked, finish, tell_fault, tell_wrong
 from loadtest.bench_answers import Origin, of_this_run, write
 from loadtest.bench_engine import folder_of
-from loadtest.bench_http import started
 from loadtest.bench_machine import about
 from loadtest.bench_peers_page import OURS, peers_block
 from loadtest.bench_peers_record import Record, resumed
@@ -35,7 +33,7 @@ from loadtest.bench_rows import BenchError
 from loadtest.bench_work import WORKLOADS, works_of
 from loadtest.command import ROOT, parser_of, read_json
 from loadtest.http_bench import run
-from loadtest.own_server import free_port, leave_on_sigterm, running
+from loadtest.own_server import free_port, leave_on_sigterm, own_server, running
 from server import __version__
 from server.tools.compare.machine import commit, now
 
@@ -66,10 +64,10 @@ class Plan:
 
 def headroom(plan: Plan, names: Sequence[str], seed: int) -> Found:
     """Our server, as `make bench` has it."""
-    with started(plan.model, plan.flags) as start:
-        served = start.server.get("/v1/models")["data"][0]["id"]
-        rows, texts = _http(start.server.url, served, plan, names, seed)
-    return {"version": __version__, "ready_s": start.ready_s, "over": "http", "rows": rows}, texts
+    with own_server(plan.model, plan.flags) as server:
+        served = server.get("/v1/models")["data"][0]["id"]
+        rows, texts = _http(server.url, served, plan, names, seed)
+    return {"version": __version__, "ready_s": server.ready_s, "over": "http", "rows": rows}, texts
 
 
 def engine(plan: Plan, names: Sequence[str], seed: int) -> Found:
@@ -133,11 +131,9 @@ SERVERS: dict[str, tuple[str, Callable[[Plan, Sequence[str], int], Found]]] = {
 
 
 def _peer(peer: peers.Peer, port: int, plan: Plan, names: Sequence[str], seed: int) -> Found:
-    begin = time.perf_counter()
     with running(peer.command, port, peer.environment) as server:
-        ready = time.perf_counter() - begin
         rows, texts = _http(server.url, peers.SERVED, plan, names, seed)
-    return {"version": peer.version, "ready_s": ready, "over": "http", "rows": rows}, texts
+    return {"version": peer.version, "ready_s": server.ready_s, "over": "http", "rows": rows}, texts
 
 
 def _http(url: str, served: str, plan: Plan, names: Sequence[str], seed: int) -> Found:
@@ -148,11 +144,8 @@ def _http(url: str, served: str, plan: Plan, names: Sequence[str], seed: int) ->
 def _child(
     words: Sequence[str], plan: Plan, names: Sequence[str], seed: int, python: str = sys.executable
 ) -> Found:
-    path = ROOT / OUT / "child.json"
     more = [] if plan.requests is None else ["--requests", str(plan.requests)]
-    more += ["--workloads", ",".join(names), "--seed", str(seed), "--texts", str(path)]
-    found = child([*words, *more], python)
-    return found, read_json(path)
+    return answered([*words, *more, "--workloads", ",".join(names), "--seed", str(seed)], python)
 
 
 def measure(plan: Plan, keep: Record, options: argparse.Namespace) -> None:
@@ -176,7 +169,9 @@ def measure(plan: Plan, keep: Record, options: argparse.Namespace) -> None:
         _check(plan, keep, number, only, options.check)
 
 
-def _turn(plan: Plan, this: dict[str, Any], short: str, works: Sequence[str], to: tuple[Path, str]) -> None:
+def _turn(
+    plan: Plan, this: dict[str, Any], short: str, works: Sequence[str], to: tuple[Path, str | None]
+) -> None:
     """One server's turn in the round `this`: its entry, and its answers with the commit, `to` a file."""
     (name, ask), (path, version), load = SERVERS[short], to, os.getloadavg()[0]
     failed: dict[str, str] = this.setdefault("failed", {})
@@ -286,7 +281,7 @@ def main() -> int:
     measure(plan, keep, options)
     add_perplexity(plan, keep)
     print(peers_block(keep.found))
-    finish(bench_page.render, result == ROOT / RESULT)
+    finish(result == ROOT / RESULT)
     return 1 if ours_fell_short(keep.found) else 0
 
 

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -33,11 +33,13 @@ class ServerFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """A server at 127.0.0.1:`port`, its process, and the file that takes what it writes."""
+    """A server at 127.0.0.1:`port`, its process, the file that takes what it writes, and the seconds from the
+    command to its first answer."""
 
     port: int
     process: subprocess.Popen[bytes]
     log_path: Path
+    ready_s: float = 0.0
 
     @property
     def url(self) -> str:
@@ -140,6 +142,7 @@ def running(
     is `shown`. SystemExit with its last words if it is never ready."""
     with tempfile.TemporaryDirectory(prefix="headroom-server-") as folder:
         log = Path(folder) / "log.txt"
+        begin = time.perf_counter()
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(more or {})
         environment.pop("HEADROOM_API_KEY", None)
         with log.open("wb") as file:
@@ -151,7 +154,7 @@ def running(
         server = OwnServer(port, process, log)
         try:
             _wait_ready(server)
-            yield server
+            yield replace(server, ready_s=time.perf_counter() - begin)
         finally:
             _stop(process)
 

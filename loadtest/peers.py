@@ -28,9 +28,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server with OpenAI's API: how it is started on `port`, and its version."""
+    """A server with OpenAI's API: its version, and how it is started."""
 
-    name: str
     version: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +51,7 @@ def vllm(places: Places, model: Path, port: int) -> Peer:
     }
     python = program.with_name("python")
     version = _said([str(python), "-c", "import importlib.metadata as m; print(m.version('vllm'))"])
-    return Peer("vLLM", version, command, environment)
+    return Peer(version, command, environment)
 
 
 def llama(places: Places, port: int) -> Peer:
@@ -64,7 +63,7 @@ def llama(places: Places, port: int) -> Peer:
         str(program), "-m", str(weights), "--host", "127.0.0.1", "--port", str(port),
         "-t", str(len(os.sched_getaffinity(0))), "-np", "64", "-c", "40960", "--kv-unified",
     )  # fmt: skip
-    return Peer("llama.cpp", _llama_version(program), command)
+    return Peer(_llama_version(program), command)
 
 
 def llama_bench(places: Places) -> tuple[Path, Path, str]:

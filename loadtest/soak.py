@@ -257,14 +257,8 @@ def main() -> int:
     add_json(parser, RESULT)
     options = parser.parse_args()
     leave_on_sigterm()
-    setup = Setup(
-        model=options.model,
-        kv_memory=options.kv_memory,
-        clients=options.clients,
-        minutes=options.minutes,
-        seed=options.seed,
-        threads=options.threads,
-    )
+    given = ("model", "kv_memory", "clients", "minutes", "seed", "threads")
+    setup = Setup(**{name: getattr(options, name) for name in given})
     try:
         found = run(setup)
     except ServerFault as error:
