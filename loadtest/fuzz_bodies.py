@@ -24,15 +24,9 @@ POSTS = {
     "/detokenize": ("DetokenizeBody", {"tokens": "[5, 6, 7]"}),
 }
 GETS = (
-    "/health",
-    "/version",
-    "/metrics",
-    "/v1/models",
-    "/v1/models/x",
-    "/v1/kv",
-    "/v1/kv/blocks",
+    "/health", "/version", "/metrics", "/v1/models", "/v1/models/x", "/v1/kv", "/v1/kv/blocks",
     "/openapi.json",
-)
+)  # fmt: skip
 
 NUMBERS = (
     *("0", "-0", "1", "-1", "2", "3", "16", "17", "128", "129", "0.5", "-0.5", "1.0", "1e0", "2.0001",
@@ -64,27 +58,13 @@ SHAPES = (
 FRAGMENTS = (*NUMBERS, *STRINGS, *SHAPES)
 
 BAD_UTF8 = (
-    b"\xff",
-    b"\xfe",
-    b"\xc0\xaf",
-    b"\xe2\x82",
-    b"\xf0\x28\x8c\xbc",
-    b"\xed\xa0\x80",
-    b"\xf5\x80\x80\x80",
+    b"\xff", b"\xfe", b"\xc0\xaf", b"\xe2\x82", b"\xf0\x28\x8c\xbc", b"\xed\xa0\x80", b"\xf5\x80\x80\x80",
     b"\x80",
-)
+)  # fmt: skip
 CODINGS = (
-    "utf-16",
-    "utf-16-le",
-    "utf-16-be",
-    "utf-32",
-    "utf-8-sig",
-    "gbk",
-    "latin-1",
-    "cp037",
-    "shift_jis",
+    "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig", "gbk", "latin-1", "cp037", "shift_jis",
     "utf-7",
-)
+)  # fmt: skip
 JSON = (("Content-Type", "application/json"),)
 TYPES = (
     "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
@@ -151,11 +131,9 @@ def _body(fields: dict[str, str]) -> bytes:
 
 def _plain(draw: random.Random, path: str, names: Sequence[str]) -> Call:
     """A right request, so that the server is never idle of work: with sampling, streamed or not."""
-    body = POSTS[path][1] | {
-        "max_tokens": str(draw.randint(1, 12)),
-        "temperature": str(draw.choice((0, 0.7, 1.5))),
-    }
-    body |= {"seed": str(draw.getrandbits(40)), "n": str(draw.choice((1, 1, 2, 3)))}
+    body = POSTS[path][1] | {"max_tokens": str(draw.randint(1, 12))}
+    body |= {"temperature": str(draw.choice((0, 0.7, 1.5))), "seed": str(draw.getrandbits(40))}
+    body["n"] = str(draw.choice((1, 1, 2, 3)))
     if path.startswith("/v1"):
         body["stream"] = draw.choice(("true", "false"))
         body["stop"] = draw.choice(("null", '"e"', '["a", "\\n"]'))
@@ -225,21 +203,9 @@ def _method(draw: random.Random, path: str, names: Sequence[str]) -> Call:
 
 def _query(draw: random.Random, path: str, names: Sequence[str]) -> Call:
     values = (
-        "",
-        "0",
-        "-1",
-        "1e3",
-        "2147483648",
-        "9" * 400,
-        "10000",
-        "10001",
-        "NaN",
-        "%00",
-        "%ff",
-        "true&check=x",
-        "\xe9",
-        "[]",
-    )
+        "", "0", "-1", "1e3", "2147483648", "9" * 400, "10000", "10001", "NaN", "%00", "%ff", "true&check=x",
+        "\xe9", "[]",
+    )  # fmt: skip
     keys = ("check", "offset", "limit", "model", "", "x")
     query = "&".join(f"{draw.choice(keys)}={draw.choice(values)}" for _ in range(draw.randint(1, 4)))
     place = draw.choice(("/v1/kv", "/v1/kv/blocks", "/v1/kv/blocks", "/health", "/v1/models"))
@@ -249,12 +215,8 @@ def _query(draw: random.Random, path: str, names: Sequence[str]) -> Call:
 def _hostile(draw: random.Random, path: str, names: Sequence[str]) -> Call:
     path = draw.choice(("/v1/completions", "/v1/chat/completions"))
     name, value = draw.choice(HOSTILE)
-    body = POSTS[path][1] | {
-        name: value,
-        "temperature": "1",
-        "seed": str(draw.randrange(9)),
-        "max_tokens": "8",
-    }
+    body = POSTS[path][1] | {name: value, "temperature": "1"}
+    body |= {"seed": str(draw.randrange(9)), "max_tokens": "8"}
     return _post(f"hostile {name}", path, _body(body))
 
 

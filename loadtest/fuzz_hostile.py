@@ -42,11 +42,7 @@ _SCHEMAS: tuple[Any, ...] = (
     {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}},
     {"type": "object", "required": ["x"], "properties": {}, "additionalProperties": False},
     _DEEP,
-    True,
-    False,
-    None,
-    [],
-    "x",
+    *(True, False, None, [], "x"),
 )
 _REGEXES = (
     "[a-c]{2,4}", "yes|no", "(", "[", "(a+)+b", "(a|a)*{2}", "a{1,100000}", "(a{1,300}){1,300}", "(?=a)b",
@@ -61,16 +57,8 @@ _GRAMMARS = (
     'start: ("a" | "a")* start',
 )  # fmt: skip
 _CHOICES: tuple[Any, ...] = (
-    ["yes", "no"],
-    [],
-    [""],
-    ["a", 1],
-    "yes",
-    [f"c{i}" for i in range(2000)],
-    ["a", "a"],
-    [["a"]],
-    None,
-)
+    ["yes", "no"], [], [""], ["a", 1], "yes", [f"c{i}" for i in range(2000)], ["a", "a"], [["a"]], None,
+)  # fmt: skip
 _FORMATS: tuple[Any, ...] = (
     {"type": "text"}, {"type": "json_object"}, {"type": "nonsense"}, {"type": None},
     {"type": ["json_object"]}, {}, [], "json",

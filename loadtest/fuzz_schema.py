@@ -16,12 +16,8 @@ from loadtest.fuzz_wire import Call
 
 HOST = "http://127.0.0.1"
 _SET_BY_US = {
-    "x-schemathesis-testcaseid",
-    "content-length",
-    "connection",
-    "accept-encoding",
-    "transfer-encoding",
-}
+    "x-schemathesis-testcaseid", "content-length", "connection", "accept-encoding", "transfer-encoding",
+}  # fmt: skip
 
 
 def schema_calls(document: dict[str, Any], start: int, count: int) -> list[Call]:
