@@ -65,29 +65,25 @@ class OwnServer:
             raise ServerFault(f"the server has ended with code {self.process.poll()}")
         return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
 
-    def get(self, path: str, seconds: float = 60.0) -> Any:
+    def get(self, path: str) -> Any:
         """The JSON of a GET, or its text where it is none; ServerFault if there is no 200."""
+        return self._answer(urllib.request.Request(f"{self.url}{path}"), f"GET {path}", 60.0)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The same of a POST."""
+        given = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), given)
+        return self._answer(request, f"POST {path} {body}", 300.0)
+
+    def _answer(self, request: urllib.request.Request, said: str, seconds: float) -> Any:
         try:
-            with urllib.request.urlopen(f"{self.url}{path}", timeout=seconds) as reply:
+            with urllib.request.urlopen(request, timeout=seconds) as reply:
                 text = reply.read().decode()
                 return json.loads(text) if "json" in reply.headers["content-type"] else text
         except urllib.error.HTTPError as error:
-            raise ServerFault(f"GET {path}: {error.code} {error.read()[:300]!r}") from None
+            raise ServerFault(f"{said}: {error.code} {error.read()[:300]!r}") from None
         except OSError as error:
-            raise ServerFault(f"GET {path}: {error}") from None
-
-    def post(self, path: str, body: dict[str, Any], seconds: float = 300.0) -> Any:
-        """The JSON answer to a POST; ServerFault if it is no 200."""
-        request = urllib.request.Request(
-            f"{self.url}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=seconds) as reply:
-                return json.load(reply)
-        except urllib.error.HTTPError as error:
-            raise ServerFault(f"POST {path} {body}: {error.code} {error.read()[:300]!r}") from None
-        except OSError as error:
-            raise ServerFault(f"POST {path}: {error}") from None
+            raise ServerFault(f"{said}: {error}") from None
 
     def checked(self) -> dict[str, Any]:
         """`/v1/kv?check=true`: every block recounted. ServerFault if the books do not balance."""
