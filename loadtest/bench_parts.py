@@ -14,7 +14,7 @@ from typing import Any
 
 from loadtest.bench_cost import longer_context, model_cost, work_cost
 from loadtest.bench_engine import drive, folder_of, request_of
-from loadtest.bench_rows import Answer, BenchError
+from loadtest.bench_rows import BenchError
 from loadtest.bench_setup import Found, Setup, run_work, warm
 from loadtest.bench_variants import perplexity_part, quantised_part, speculation_part
 from loadtest.bench_work import Ask, Work, add_flags, mixed, uniform_like, works_of
@@ -30,11 +30,6 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number
 _SETTLE = 3  # steps after a change that are not counted
 
 
-def measured_ceiling(setup: Setup) -> Found:
-    """What the machine can do, before and beside what we do."""
-    return asdict(ceiling()), {}
-
-
 def engine_part(setup: Setup) -> Found:
     """All workloads in process, with the bytes and operations that they take."""
     engine, facts = warm(setup, weights=setup.weights)
@@ -45,7 +40,8 @@ def engine_part(setup: Setup) -> Found:
         spent = work_cost(cost, work, steps, facts.max_batch_tokens)
         rows[work.name] = found | {"steps": steps, "bytes": spent.bytes, "flops": spent.flops}
         texts[work.name] = answers
-    return {"rows": rows, "backends": _backends(facts)}, texts
+    backends = {"attention": facts.attention_backend, "linear": facts.linear_backend, "dtype": facts.dtype}
+    return {"rows": rows, "backends": backends}, texts
 
 
 def mixed_part(setup: Setup) -> Found:
@@ -59,7 +55,8 @@ def mixed_part(setup: Setup) -> Found:
         found: dict[str, Any] = {"requests": len(given), "concurrency": MIXED_CONCURRENCY}
         for name, each in (("uniform", uniform_like(given, seed, setup.vocab)), ("mixed", given)):
             answers, wall = drive(engine, facts, each, MIXED_CONCURRENCY)
-            _all_there(each, answers)
+            if [ask.output for ask in each] != [answer.tokens for answer in answers]:
+                raise BenchError("an answer has fewer tokens than were asked for, or more")
             tokens = sum(len(ask.prompt) + ask.output for ask in each)
             found[name] = {"tokens": tokens, "wall_s": wall, "tok_s": tokens / wall}
         runs.append(found | {"ratio": found["mixed"]["tok_s"] / found["uniform"]["tok_s"]})
@@ -80,7 +77,8 @@ def context_part(setup: Setup) -> Found:
             drive(engine, facts, [replace(ask, output=1) for ask in given], CONTEXT_BATCH)
             _start(engine, facts, given)
             times[context] += _steps(engine, QUEUE_STEPS)
-            _clear(engine)
+            while engine.has_work:
+                engine.step()
     short, long = (1e3 * statistics.median(times[context]) for context in CONTEXTS)
     more = longer_context(model_cost(setup.config, ITEMSIZE[facts.dtype]), CONTEXT_BATCH, *CONTEXTS)
     return {
@@ -112,11 +110,6 @@ def queue_part(setup: Setup) -> Found:
     }, {}  # fmt: skip
 
 
-def _all_there(given: list[Ask], answers: list[Answer]) -> None:
-    if [ask.output for ask in given] != [answer.tokens for answer in answers]:
-        raise BenchError("an answer has fewer tokens than were asked for, or more")
-
-
 def _start(engine: Engine, facts: EngineFacts, given: list[Ask]) -> None:
     """Until all of them decode."""
     for ask in given:
@@ -138,17 +131,8 @@ def _steps(engine: Engine, count: int) -> list[float]:
     return times
 
 
-def _clear(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-
-
-def _backends(facts: EngineFacts) -> dict[str, str]:
-    return {"attention": facts.attention_backend, "linear": facts.linear_backend, "dtype": facts.dtype}
-
-
 PARTS: dict[str, Callable[[Setup], Found]] = {
-    "ceiling": measured_ceiling,
+    "ceiling": lambda _: (asdict(ceiling()), {}),
     "engine": engine_part,
     "mixed": mixed_part,
     "context": context_part,

@@ -30,6 +30,10 @@ def block(held: Found, tried: Found) -> str:
     for name, found in (("soak", held), ("fuzz", tried)):
         if not found["passed"]:
             raise ValueError(f"the last run of `make {name}` did not pass; run it again")
+    shots = [
+        (source, *(f"{counts.get(name, 0):,}" for name in CLASSES))
+        for source, counts in tried["by_source"].items()
+    ]
     return "\n\n".join(
         [
             "### Load held, and nothing lost",
@@ -37,7 +41,7 @@ def block(held: Found, tried: Found) -> str:
             table(("", "number"), _load_rows(held)),
             "### Bad inputs tried",
             lines(_shots(tried)),
-            table(("made by", *CLASSES.values()), _shot_rows(tried)),
+            table(("made by", *CLASSES.values()), shots),
             lines(_after(tried)),
         ]
     )
@@ -89,11 +93,6 @@ def _shots(tried: Found) -> str:
         f"are our lists of broken bodies and of broken HTTP on a bare socket. A refusal counts only in the "
         f"promised shape, silence only where the bytes were no HTTP."
     )
-
-
-def _shot_rows(tried: Found) -> list[tuple[str, ...]]:
-    found = tried["by_source"].items()
-    return [(source, *(f"{counts.get(name, 0):,}" for name in CLASSES)) for source, counts in found]
 
 
 def _after(tried: Found) -> str:
