@@ -65,14 +65,7 @@ class Samples:
 
     def save(self, path: str) -> None:
         """Write everything to one JSON file."""
-        content = {
-            "values": self.values,
-            "failures": self.failures,
-            "refused": self.refused,
-            "asked": self.asked,
-            "cpu": self.cpu,
-        }
-        Path(path).write_text(json.dumps(content))
+        Path(path).write_text(json.dumps({key: vars(self)[key] for key in vars(self) if key != "users"}))
 
 
 @events.init.add_listener
@@ -111,23 +104,15 @@ class StreamUser(FastHttpUser):
     def ask(self, path: str, name: str, body: dict[str, Any], ask: Ask) -> str | None:
         """POST and read the stream. Returns its text, None where there was none."""
         body = body | {
-            "model": self.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": ask.max_tokens,
-            "temperature": 0.8,
-            "seed": ask.seed,
-        }
+            "model": self.model, "stream": True, "stream_options": {"include_usage": True},
+            "max_tokens": ask.max_tokens, "temperature": 0.8, "seed": ask.seed,
+        }  # fmt: skip
         self._wait_for_turn()
         self.environment.samples.asked += 1
         started = time.perf_counter()
+        plain = {"Accept-Encoding": "identity"}
         with self.client.post(
-            path,
-            name=name,
-            json=body,
-            headers={"Accept-Encoding": "identity"},
-            stream=True,
-            catch_response=True,
+            path, name=name, json=body, headers=plain, stream=True, catch_response=True
         ) as response:
             if response.status_code == 200:
                 return self._read(response, name, started)
@@ -181,13 +166,9 @@ class StreamUser(FastHttpUser):
         self.environment.samples.values[sample].append(value)
         if row:
             self.environment.events.request.fire(
-                request_type=row,
-                name=name,
-                response_time=value,
-                response_length=0,
-                exception=None,
+                request_type=row, name=name, response_time=value, response_length=0, exception=None,
                 context={},
-            )
+            )  # fmt: skip
 
 
 class ChatUser(StreamUser):
