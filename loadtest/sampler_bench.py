@@ -2,10 +2,10 @@
 
     python -m loadtest.sampler_bench [--model MODEL] [--rows 64] [--rounds 21] [--threads N] [--json FILE]
 
-The model decodes `rows` sequences, greedily; after each step every case draws once, so that both see the same
-machine. A case's share is the median over the rounds of its time by that step's. The logits are the model's
-own after the shipped texts, or made up where the case says so. Wants an idle machine: two numbers of a busy
-one say nothing, and the load is printed beside them.
+The model decodes `rows` sequences, greedily; after each step every case draws once, as the engine would, so
+that both see the same machine. A case's share is the median over the rounds of its time by that step's. The
+logits are the model's own after the shipped texts, or made up where the case says so. Wants an idle machine:
+two numbers of a busy one say nothing, and the load is printed beside them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from model.fetch import default_cache_dir, resolve_model
-from model.sampler import make_sampling, sample
-from server.engine.build import build_engine
+from loadtest.bench_engine import folder_of, kernels, make_engine
+from model.native.cores import Cores
+from model.sampler import Sampler, make_sampling
+from model.sampler_native import choose_sampler
 from server.engine.engine import Engine
 from server.engine.options import EngineOptions
 from server.engine.request import Request, SamplingParams
@@ -93,7 +94,8 @@ def measure(folder: Path, windows: Sequence[Sequence[int]], rows: int, rounds: i
     load_before = os.getloadavg()[0]
     logits = make_logits(model_logits(folder, windows, rows))
     engine = decoding_engine(folder, windows, rows, rounds + _WARM_UP)
-    draws = [draw_of(case, logits[case.logits]) for case in CASES]
+    sampler, cores = choose_sampler(kernels()()), Cores(kernels()())
+    draws = [draw_of(case, logits[case.logits], sampler, cores) for case in CASES]
     steps: list[float] = []
     times: list[list[float]] = [[] for _ in CASES]
     for turn in range(rounds + _WARM_UP):
@@ -127,7 +129,7 @@ def measure(folder: Path, windows: Sequence[Sequence[int]], rows: int, rounds: i
 
 def model_logits(folder: Path, windows: Sequence[Sequence[int]], rows: int) -> Tensor:
     """`[rows, V]` fp32: the model's after places that are spread over the windows."""
-    scoring = load_scoring(EngineOptions(), folder, max(len(window) for window in windows))
+    scoring = load_scoring(EngineOptions(), folder, max(map(len, windows)), native=kernels())
     scorer = scoring.scorer(scoring.native, max(len(window) for window in windows))
     each = -(-rows // len(windows))
     parts = []
@@ -152,7 +154,7 @@ def make_logits(model: Tensor) -> dict[str, Tensor]:
     return {"model": model, "masked": masked, "peaked": peaked, "flat": 0.1 * noise}
 
 
-def draw_of(case: Case, logits: Tensor) -> Callable[[], int]:
+def draw_of(case: Case, logits: Tensor, sampler: Sampler, cores: Cores) -> Callable[[], int]:
     """Draws all rows once and waits for the ids; other numbers each time."""
     generator = np.random.default_rng(0)
     ones = np.ones(len(logits))
@@ -167,14 +169,15 @@ def draw_of(case: Case, logits: Tensor) -> Callable[[], int]:
             key=generator.integers(2**63, size=len(logits)),
             device=logits.device,
         )
-        return len(sample(logits, batch).cpu())
+        with cores.lent():
+            return len(sampler(logits, batch).cpu())
 
     return draw
 
 
 def decoding_engine(folder: Path, windows: Sequence[Sequence[int]], rows: int, steps: int) -> Engine:
     """An engine in which `rows` sequences decode for at least so many steps more."""
-    engine, facts = build_engine(EngineOptions(max_num_seqs=rows, prefix_cache=False), folder)
+    engine, facts = make_engine(folder, max_num_seqs=rows, prefix_cache=False)
     tokens = 2 * (rows + steps)  # the first to arrive decode while the last are read
     for row in range(rows):
         window = windows[row % len(windows)]
@@ -231,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    folder = resolve_model(args.model, cache_dir=default_cache_dir(os.environ))
+    folder = folder_of(args.model)
     tokenizer = Tokenizer.from_folder(folder)
     windows = [held_out("prose", tokenizer)[0], held_out("code", tokenizer)[0]]
     result = measure(folder, windows, args.rows, args.rounds)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,18 @@ class SamplingBatch:
     needs_total: bool  # what some row keeps depends on what the whole vocabulary weighs
 
 
+class Sampler(Protocol):
+    """Draws a step's ids; chosen once for an engine."""
+
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """logits `[S, V]` fp32 -> ids `[S]` int64.
+
+        -1 marks a row whose logits hold NaN, +inf or nothing but -inf; it hurts no other. The logits are left
+        as they are.
+        """
+        ...
+
+
 def make_sampling(
     temperature: FloatArray,
     top_p: FloatArray,
@@ -89,11 +102,7 @@ def make_sampling(
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits `[S, V]` fp32 -> ids `[S]` int64.
-
-    -1 marks a row whose logits hold NaN, +inf or nothing but -inf; it hurts no other. The logits are left as
-    they are.
-    """
+    """The `Sampler` of PyTorch's operators, for any device: the reference."""
     best, ids = _largest(logits)
     if batch.rows is not None and batch.every_row:
         ids = _draw(_rows(logits, best, batch), batch)

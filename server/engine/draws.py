@@ -34,9 +34,9 @@ class Draws:
     scored: Wish | None  # the rows whose drawn tokens get a score; None if there are none
 
     @property
-    def races(self) -> int:
-        """Rows that are not greedy."""
-        return 0 if self.sampling.rows is None else self.sampling.rows.shape[0]
+    def scores(self) -> int:
+        """Rows whose drawn tokens get a score."""
+        return 0 if self.scored is None else self.scored.rows.shape[0]
 
 
 def how_to_draw(entries: Sequence[Scheduled], vocab: int, device: torch.device) -> Draws:

@@ -17,6 +17,8 @@ from model.linear import LinearBackend
 from model.linear_choice import choose_linear_backend
 from model.loader import load_weights
 from model.native.cores import Cores
+from model.sampler import Sampler
+from model.sampler_native import choose_sampler
 from model.weights import ModelWeights
 from server.engine.errors import ConfigError
 from server.engine.kernels import NativeSource, choose_native
@@ -34,6 +36,7 @@ class Machinery:
     attention: AttentionBackend
     linear: LinearBackend  # of the checkpoint's weights
     own_linear: LinearBackend  # of what head maps fit, which is never quantised
+    sampler: Sampler
     cores: Cores
 
 
@@ -65,7 +68,7 @@ def load_machinery(
     decoder = Decoder(config, loaded, device, max_position=longest, layers=layers)
     whole = layers is not None and attention.name == "native"
     cores = Cores(kernels if whole else "PyTorch's operators do most of the work")
-    return Machinery(decoder, attention, linear, own_linear, cores)
+    return Machinery(decoder, attention, linear, own_linear, choose_sampler(kernels), cores)
 
 
 def check_weights(options: EngineOptions) -> None:

@@ -10,6 +10,7 @@ from model.attention.base import AttentionBackend
 from model.decoder import Decoder
 from model.heads import Variant
 from model.native.cores import Cores
+from model.sampler import sample
 from server.engine.batch import Shape, made_up_batch
 from server.engine.runner import ModelRunner
 
@@ -60,5 +61,5 @@ def _peak(
     batch = made_up_batch(variant.name, context - count, count, min(drawn, count), rows, shape, _BEST)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    ModelRunner(decoder, pool, attention, Cores("this is a GPU")).run(batch)
+    ModelRunner(decoder, pool, attention, sample, Cores("this is a GPU")).run(batch)
     return torch.cuda.max_memory_allocated(device) - before

@@ -16,11 +16,11 @@ from model.attention.base import AttentionBackend
 from model.decoder import Decoder
 from model.logprobs import Scores, ScoreTensors, score, score_hidden
 from model.native.cores import Cores
-from model.sampler import sample
+from model.sampler import Sampler
 from server.engine.batch import ForwardBatch, PromptWish, Shape, made_up_batch
 from server.engine.draws import Draws
 
-_MANY = 8  # rows that are not greedy: drawing them is work for several threads
+_MANY = 8  # rows to score: that is work for PyTorch's threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,13 @@ class Drawn:
 class ModelRunner:
     """Runs batches on one decoder over one pool; whose they are it does not know."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, backend: AttentionBackend, cores: Cores) -> None:
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, backend: AttentionBackend, sampler: Sampler, cores: Cores
+    ) -> None:
         self._decoder = decoder
         self._pool = pool
         self._backend = backend
+        self._sampler = sampler
         self._cores = cores
 
     def copy(self, copies: BlockCopies) -> None:
@@ -61,9 +64,9 @@ class ModelRunner:
             return Drawn(np.zeros(0, dtype=np.int64), prompt=told)
         with self._cores.lent():
             logits = self._decoder.logits(hidden[:count])
-            if batch.draws.races < _MANY:
-                return _drawn(logits, batch.draws, told)
-        return _drawn(logits, batch.draws, told)
+            if batch.draws.scores < _MANY:
+                return self._drawn(logits, batch.draws, told)
+        return self._drawn(logits, batch.draws, told)
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         """The last states that are drawn from, then those that prompts are scored by."""
@@ -82,6 +85,23 @@ class ModelRunner:
         vocab = self._decoder.config.vocab_size
         return score_hidden(hidden, prompt.ids, prompt.best, self._decoder.logits, vocab).to_host()
 
+    def _drawn(self, logits: Tensor, draws: Draws, told: Scores | None) -> Drawn:
+        """On the host; waits for the device."""
+        ids, scores = self._draw(logits, draws)
+        return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host(), told)
+
+    def _draw(self, logits: Tensor, draws: Draws) -> tuple[Tensor, ScoreTensors | None]:
+        """logits `[N, V]` -> the drawn ids `[N]`, and the scores that are asked for, of the raw logits."""
+        raw = None if draws.scored is None else logits.index_select(0, draws.scored.rows)
+        if draws.adjustments is not None:
+            adjust(logits, draws.adjustments)
+        ids = self._sampler(logits, draws.sampling)
+        if draws.scored is None or raw is None:
+            return ids, None
+        # The scores of a broken row are NaN, and nobody reads them.
+        drawn = ids.index_select(0, draws.scored.rows).clamp(min=0)
+        return ids, score(raw, drawn, draws.scored.best)
+
     def try_out(self, shape: Shape) -> None:
         """One token of nobody's through the model, into the scratch block; raises what the model raises."""
         variant = next(iter(shape.variants.values()))
@@ -89,22 +109,3 @@ class ModelRunner:
             (variant.kv_heads, 1), self._pool.scratch_block, dtype=torch.int32, device=shape.device
         )
         self.run(made_up_batch(variant.name, 0, 1, 1, rows, shape))
-
-
-def _drawn(logits: Tensor, draws: Draws, told: Scores | None) -> Drawn:
-    """On the host; waits for the device."""
-    ids, scores = _draw(logits, draws)
-    return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host(), told)
-
-
-def _draw(logits: Tensor, draws: Draws) -> tuple[Tensor, ScoreTensors | None]:
-    """logits `[N, V]` -> the drawn ids `[N]`, and the scores that are asked for, of the raw logits."""
-    raw = None if draws.scored is None else logits.index_select(0, draws.scored.rows)
-    if draws.adjustments is not None:
-        adjust(logits, draws.adjustments)
-    ids = sample(logits, draws.sampling)
-    if draws.scored is None or raw is None:
-        return ids, None
-    # The scores of a broken row are NaN, and nobody reads them.
-    drawn = ids.index_select(0, draws.scored.rows).clamp(min=0)
-    return ids, score(raw, drawn, draws.scored.best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ from torch import Tensor
 from model.draw_narrow import GROUP, GROUPS, WIDTH, draw_narrow
 from model.draw_rows import key_tokens, order_keys
 from model.draw_wide import draw_wide
-from tests.support.sampling import WAYS, Row, draw, go, rows_of, slow
+from tests.support import sampling
+from tests.support.sampling import WAYS, Row, go, rows_of, slow
+
+Draw = Callable[..., list[int]]  # the fixture: each sampler's draws
 
 BIG = GROUP * GROUPS * 2 + 37  # wide enough to look at columns, and they do not divide it
 VOCABULARIES = [1, 2, 3, 7, WIDTH - 1, WIDTH, WIDTH + 1, 1000, GROUP * GROUPS + GROUP - 1, BIG]
@@ -76,7 +80,7 @@ def mixed_rows(count: int, vocab: int, seed: int) -> list[Row]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_any_mix_of_parameters_draws_what_the_definition_draws(kind: str, vocab: int) -> None:
+def test_any_mix_of_parameters_draws_what_the_definition_draws(draw: Draw, kind: str, vocab: int) -> None:
     logits = logits_of(kind, 40, vocab, seed=vocab)
     rows = mixed_rows(40, vocab, seed=vocab)
     assert draw(logits, rows) == [slow(logits[i], row) for i, row in enumerate(rows)]
@@ -117,7 +121,8 @@ def test_a_row_is_drawn_alone_as_in_a_crowd(way: str, monkeypatch: pytest.Monkey
     go(monkeypatch, way)
     logits = logits_of("tied", 60, 700, seed=4)
     rows = mixed_rows(60, 700, seed=5)
-    assert draw(logits, rows) == [draw(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    alone = [sampling.draw(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    assert sampling.draw(logits, rows) == alone
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,7 @@ def test_the_best_few_decide_the_usual_rows(kind: str, setting: Row, at_least: f
     assert sure.double().mean() >= at_least
 
 
-def test_top_p_keeps_a_token_for_the_least_part_of_a_unit() -> None:
+def test_top_p_keeps_a_token_for_the_least_part_of_a_unit(draw: Draw) -> None:
     """Half the weight is the first of two equal tokens; a hair more takes both."""
     logits = torch.full((2, BIG), -torch.inf)
     logits[:, [5, 900]] = 0.25
@@ -149,7 +154,7 @@ def test_top_p_keeps_a_token_for_the_least_part_of_a_unit() -> None:
     assert set(draw(logits[:1].expand(50, -1), more)) == {5, 900}
 
 
-def test_a_broken_row_hurts_no_other_in_the_wide_way() -> None:
+def test_a_broken_row_hurts_no_other_in_the_wide_way(draw: Draw) -> None:
     logits = logits_of("nearly flat", 6, BIG, seed=8)
     rows: list[Row] = [{"key": key, "top_p": 0.9} for key in (1, 5, 9)] * 2
     healthy = draw(logits, rows)
@@ -159,7 +164,7 @@ def test_a_broken_row_hurts_no_other_in_the_wide_way() -> None:
     assert draw(broken, rows) == [healthy[0], -1, -1, -1, *healthy[4:]]
 
 
-def test_greedy_rows_among_drawn_ones_take_the_first_of_the_largest() -> None:
+def test_greedy_rows_among_drawn_ones_take_the_first_of_the_largest(draw: Draw) -> None:
     logits = logits_of("tied", 30, BIG, seed=9)
     logits[3] = 0.0  # more ties than are sorted
     rows: list[Row] = [{"temperature": 0.0 if i % 3 == 0 else 1.0} for i in range(30)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.sampling import WAYS, draw, go, slow
+from tests.support import sampling
+from tests.support.sampling import WAYS, go, slow
+
+Draw = Callable[..., list[int]]  # the fixture: each sampler's draws
 
 VOCAB = 1000
 KEYS = np.random.default_rng(0).integers(-(2**63), 2**63, size=8000).tolist()
@@ -39,10 +43,10 @@ def test_equals_the_definition(way: str, monkeypatch: pytest.MonkeyPatch) -> Non
     logits = torch.randn(len(SETTINGS) * 20, VOCAB, generator=generator) * 2
     logits[::3] = logits[::3].round()  # many exact ties
     rows = [{**SETTINGS[i % len(SETTINGS)], "key": i} for i in range(len(logits))]
-    assert draw(logits, rows) == [slow(logits[i], row) for i, row in enumerate(rows)]
+    assert sampling.draw(logits, rows) == [slow(logits[i], row) for i, row in enumerate(rows)]
 
 
-def test_filters_keep_what_transformers_keeps() -> None:
+def test_filters_keep_what_transformers_keeps(draw: Draw) -> None:
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
@@ -67,26 +71,26 @@ def test_filters_keep_what_transformers_keeps() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, -0.0, 5e-324, 1e-45, 1e-38, 1e-6, 1e-4])
-def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+def test_tiny_temperatures_are_greedy(draw: Draw, temperature: float) -> None:
     logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(4)) * 5
     rows = [{"temperature": temperature, "key": key} for key in KEYS[:50]]
     assert draw(logits, rows) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("setting", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-10}, {"min_p": 1.0}])
-def test_filters_that_leave_one_token(setting: dict[str, Any]) -> None:
+def test_filters_that_leave_one_token(draw: Draw, setting: dict[str, Any]) -> None:
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(5))
     assert draw(logits, [{**setting, "key": key} for key in KEYS[:5]]) == logits.argmax(-1).tolist()
 
 
-def test_greedy_ties_go_to_the_lowest_id_beside_a_sampled_row() -> None:
+def test_greedy_ties_go_to_the_lowest_id_beside_a_sampled_row(draw: Draw) -> None:
     logits = torch.tensor([[1.0, 1.0, 0.0], [0.0, 2.0, 2.0], [5.0, 5.0, 5.0]])
     rows = [{"temperature": 0.0}, {"temperature": 1.4, "key": 3, "top_k": 1}, {"temperature": 0.0}]
     assert draw(logits, rows) == [0, 1, 0]
 
 
 @pytest.mark.parametrize("vocab", [7, 512, 1000, 1536, 49152])
-def test_greedy_finds_the_first_of_the_largest_wherever_they_are(vocab: int) -> None:
+def test_greedy_finds_the_first_of_the_largest_wherever_they_are(draw: Draw, vocab: int) -> None:
     """In one part of a row or in several, at their edges, among equals; a broken value anywhere is seen."""
     places = [0, vocab - 1, vocab // 2, vocab // 3, min(511, vocab - 1), min(512, vocab - 2)]
     logits = torch.randn(len(places), vocab, generator=torch.Generator().manual_seed(vocab)).clamp(max=2)
@@ -99,7 +103,7 @@ def test_greedy_finds_the_first_of_the_largest_wherever_they_are(vocab: int) -> 
     assert draw(logits, greedy) == [*places[:2], -1, -1, -1, places[5]]
 
 
-def test_nothing_but_what_is_left_is_drawn() -> None:
+def test_nothing_but_what_is_left_is_drawn(draw: Draw) -> None:
     logits = torch.full((1, 600), -torch.inf)
     logits[0, [17, 400]] = torch.tensor([0.1, 0.3])
     settings: list[dict[str, Any]] = [{}, {"top_p": 0.99999}, {"top_k": 5}, {"min_p": 1e-30}, {"top_k": 599}]
@@ -110,7 +114,7 @@ def test_nothing_but_what_is_left_is_drawn() -> None:
     assert draw(logits, [{"temperature": 1e-5, "key": 1}]) == [400]
 
 
-def test_banned_tokens_are_never_drawn_and_only_in_their_row() -> None:
+def test_banned_tokens_are_never_drawn_and_only_in_their_row(draw: Draw) -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0]] * 4)
     rows = [{"temperature": 0.0}, {"temperature": 0.0}, {"top_k": 1}, {"top_k": 1}]
     assert draw(logits, rows, banned=[(0, 0), (2, 0), (2, 1)]) == [1, 0, 2, 0]
@@ -118,7 +122,7 @@ def test_banned_tokens_are_never_drawn_and_only_in_their_row() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_broken_row_is_flagged_and_hurts_no_other(bad: float) -> None:
+def test_a_broken_row_is_flagged_and_hurts_no_other(draw: Draw, bad: float) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(6))
     rows = [{"temperature": 0.0}, {"key": 3}, {"key": 7, "top_p": 0.9}] * 2
     healthy = draw(logits, rows)
@@ -127,11 +131,11 @@ def test_a_broken_row_is_flagged_and_hurts_no_other(bad: float) -> None:
     assert draw(broken, rows) == [-1, -1, *healthy[2:]]
 
 
-def test_a_row_with_nothing_left_is_flagged() -> None:
+def test_a_row_with_nothing_left_is_flagged(draw: Draw) -> None:
     assert draw(torch.zeros(1, 2), [{"key": 1}], banned=[(0, 0), (0, 1)]) == [-1]
 
 
-def test_parameters_of_one_row_do_not_govern_another() -> None:
+def test_parameters_of_one_row_do_not_govern_another(draw: Draw) -> None:
     logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(7)) * 2
     rows = [
         {"temperature": 0.0},
@@ -149,7 +153,7 @@ def test_parameters_of_one_row_do_not_govern_another() -> None:
     assert draw(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
 
 
-def test_another_batch_of_the_same_logits_draws_the_same() -> None:
+def test_another_batch_of_the_same_logits_draws_the_same(draw: Draw) -> None:
     """Nearly equal logits that differ in their last bits, as those of two batches do: of 2,000 draws among
     thousands of tokens one may differ. (A running sum of the likeliest first would differ in 20 or so.)"""
     generator = torch.Generator().manual_seed(9)
@@ -161,7 +165,7 @@ def test_another_batch_of_the_same_logits_draws_the_same() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_shares_of_a_large_vocabulary_across_blocks(temperature: float) -> None:
+def test_shares_of_a_large_vocabulary_across_blocks(draw: Draw, temperature: float) -> None:
     """Many draws of one row: every 500 ids together get their share (chi-square), blocks or none."""
     logits = torch.randn(1, 10_000, generator=torch.Generator().manual_seed(10))
     draws = 8000

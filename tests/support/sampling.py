@@ -14,11 +14,16 @@ from torch import Tensor
 from model import draw_narrow, draw_wide, sampler
 from model.adjust import Adjustments, adjust
 from model.draw_rows import Rows
-from model.sampler import SamplingBatch, make_sampling, sample
+from model.native.library import NativeLibrary
+from model.sampler import Sampler, SamplingBatch, make_sampling, sample
+from model.sampler_native import choose_sampler
 from tests.support.attention import CPU
+from tests.support.native import avx2, native
 
 Row = dict[str, Any]  # parameters of a row that are not the default
 DEFAULTS: Row = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "key": 0}
+
+SAMPLERS = {"torch": lambda: "PyTorch's operators", "native": native, "avx2": avx2}
 
 # (WIDTH, GROUPS, GROUP, BUCKETS): what is sorted at first, and how the best and the rest are found.
 WAYS = {
@@ -31,8 +36,16 @@ WAYS = {
 }
 
 
+def sampler_of(name: str) -> Sampler:
+    """One of the SAMPLERS; skips the test where there is none."""
+    found = SAMPLERS[name]()
+    if name != "torch" and not isinstance(found, NativeLibrary):
+        pytest.skip(found)
+    return choose_sampler(found)
+
+
 def go(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Have the sampler find tokens in one of the WAYS."""
+    """Have PyTorch's sampler find tokens in one of the WAYS."""
     width, groups, group, buckets = WAYS[way]
     monkeypatch.setattr(sampler, "WIDTH", width)
     monkeypatch.setattr(draw_narrow, "WIDTH", width)
@@ -57,13 +70,15 @@ def rows_of(logits: Tensor, rows: Sequence[Row]) -> Rows:
     return Rows(logits, peak, batch.temperature, batch.top_p, batch.min_p, batch.top_k, batch.key)
 
 
-def draw(logits: Tensor, rows: Sequence[Row], banned: Sequence[tuple[int, int]] = ()) -> list[int]:
+def draw(
+    logits: Tensor, rows: Sequence[Row], banned: Sequence[tuple[int, int]] = (), sampler: Sampler = sample
+) -> list[int]:
     """The drawn ids; `banned` are (row, token id) pairs that cannot be."""
     logits = logits.clone()
     if banned:
         pairs = torch.tensor(banned, dtype=torch.int64)
         adjust(logits, Adjustments(banned=(pairs[:, 0], pairs[:, 1])))
-    return sample(logits, batch_of(rows)).tolist()
+    return sampler(logits, batch_of(rows)).tolist()
 
 
 def slow(logits: Tensor, row: Row) -> int:

@@ -14,6 +14,7 @@
 #define headroom HEADROOM_NAMESPACE
 
 #include "decoder_layers.h"
+#include "draw.h"
 #include "memory.h"
 
 namespace headroom {
@@ -117,6 +118,37 @@ Tensor attend_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   return out;
 }
 
+// logits [S, V] fp32 -> ids [S] int64, -1 of a broken row. `rows` [D] race, by parameters [D, 1]; others are greedy.
+Tensor draw_op(const Tensor& logits, const optional<Tensor>& rows, const Tensor& temperature, const Tensor& top_p,
+               const Tensor& min_p, const Tensor& top_k, const Tensor& key) {
+  require(logits.device().is_cpu() && logits.dim() == 2 && logits.scalar_type() == at::kFloat && logits.stride(1) == 1,
+          "logits must be [rows, vocabulary] in fp32 on the CPU");
+  const int64_t count = logits.size(0), vocab = logits.size(1), racing = rows.has_value() ? rows->numel() : 0;
+  require(0 < vocab && vocab <= kMostTokens, "a vocabulary has one token at least, and ids of 31 bits");
+  const auto column = [&]<class T>(const Tensor& tensor, at::ScalarType dtype, const T*& start) {
+    require(is_plain(tensor) && tensor.scalar_type() == dtype && tensor.numel() == racing, "a parameter for each row");
+    start = data<const T>(tensor);
+  };
+  Wishes wishes;
+  column(temperature, at::kFloat, wishes.temperature);
+  column(top_p, at::kDouble, wishes.top_p);
+  column(min_p, at::kFloat, wishes.min_p);
+  column(top_k, at::kLong, wishes.top_k);
+  column(key, at::kLong, wishes.key);
+  std::vector<int64_t> wish(count, kGreedy);
+  for (int64_t d = 0; d < racing; ++d) {
+    const int64_t row = data<const int64_t>(rows)[d];
+    require(0 <= row && row < count, "rows must be rows of the logits");
+    wish[row] = d;
+  }
+  Tensor ids = at::empty({count}, logits.options().dtype(at::kLong));
+  Threads::shared().run(threads(), count, [&](int64_t row) {
+    const float* start = data<const float>(logits) + row * logits.stride(0);
+    data<int64_t>(ids)[row] = draw_or_flag(start, vocab, wishes, wish[row]);
+  });
+  return ids;
+}
+
 }  // namespace headroom
 
 #undef headroom
@@ -141,4 +173,5 @@ TORCH_LIBRARY(HEADROOM_NAMESPACE, m) {
   m.def("gated_linear", &kernels::gated_linear_op);
   m.def("write", &kernels::write_op);
   m.def("attend", &kernels::attend_op);
+  m.def("draw", &kernels::draw_op);
 }

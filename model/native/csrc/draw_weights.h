@@ -1,0 +1,128 @@
+// A row's logits as weights, and what these weigh: whole units, counted in int64, so that sums are exact
+// (model/draw_rows.py says what a unit is).
+#pragma once
+
+#include <limits>
+
+#include "wide.h"
+
+namespace headroom {
+
+constexpr int64_t kBlock = 256;  // tokens, as in model/race.py
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr float kNoWeight = -44.0f;  // e^-44 is no unit in any vocabulary
+
+typedef int32_t i32xw __attribute__((vector_size(4 * kWide)));
+typedef float f32xh __attribute__((vector_size(2 * kWide)));
+typedef int64_t i64xh __attribute__((vector_size(4 * kWide)));
+
+struct Row {
+  const float* logits;  // [vocab]
+  int64_t vocab;
+  float peak, temperature;
+
+  int64_t blocks() const { return (vocab + kBlock - 1) / kBlock; }
+
+  // How many units the best token weighs: a whole vocabulary weighs less than 2^62.
+  float unit() const { return std::ldexp(1.0f, __builtin_clzll(vocab) - 2); }
+
+  // kWide logits from token `at` on; minus infinity past the end.
+  f32xw at(int64_t first) const {
+    if (first + kWide <= vocab) return load<f32xw>(logits + first);
+    float some[kWide];
+    for (int64_t i = 0; i < kWide; ++i) some[i] = first + i < vocab ? logits[first + i] : kNothing;
+    return load<f32xw>(some);
+  }
+};
+
+inline bool any(i32xw mask) {
+  int32_t lanes = 0;
+  for (int i = 0; i < kWide; ++i) lanes |= mask[i];
+  return lanes != 0;
+}
+
+// The largest logit; NaN if any is NaN.
+inline float find_peak(const Row& row) {
+  f32xw best = f32xw{} + kNothing;
+  i32xw broken = {};
+  for (int64_t i = 0; i < row.vocab; i += kWide) {
+    const f32xw logit = row.at(i);
+    best = maximum(logit, best);
+    broken |= logit != logit;
+  }
+  return any(broken) ? std::numeric_limits<float>::quiet_NaN() : largest(best);
+}
+
+// The first token whose logit is the peak.
+inline int64_t find_first(const Row& row) {
+  for (int64_t block = 0; block < row.vocab; block += kBlock) {
+    i32xw found = {};
+    for (int64_t i = block; i < block + kBlock; i += kWide) found |= row.at(i) == row.peak;
+    if (any(found)) return std::find(row.logits + block, row.logits + row.vocab, row.peak) - row.logits;
+  }
+  return 0;
+}
+
+// e^x for -44 <= x <= 0, to 2 ulp: 2^n e^r with |r| <= ln 2 / 2, where its series is short.
+inline f32xw exp_of(f32xw x) {
+  const i32xw n = __builtin_convertvector(x * 1.44269504f - 0.5f, i32xw);  // truncates upwards
+  const f32xw whole = __builtin_convertvector(n, f32xw);
+  const f32xw r = x - whole * 0.693359375f + whole * 2.12194440e-4f;  // ln 2 in two parts
+  f32xw e = r * (1.0f / 5040) + 1.0f / 720;
+  e = e * r + 1.0f / 120;
+  e = e * r + 1.0f / 24;
+  e = e * r + 1.0f / 6;
+  e = e * r + 0.5f;
+  e = e * r * r + r + 1.0f;
+  return e * (f32xw)((n + 127) << 23);
+}
+
+inline int64_t units_of(float weight, float unit) { return int64_t(weight * unit); }
+
+// What a block's weights come to.
+inline int64_t block_units(const float* weight, float unit) {
+  i64xh sum = {};
+  for (int64_t i = 0; i < kBlock; i += kWide / 2) {
+    sum += __builtin_convertvector(load<f32xh>(weight + i) * unit, i64xh);
+  }
+  int64_t units = 0;
+  for (int i = 0; i < kWide / 2; ++i) units += sum[i];
+  return units;
+}
+
+// weight [blocks * kBlock], where what is past the row's end weighs no unit, and sums [blocks].
+inline void weigh(const Row& row, float* weight, int64_t* sums) {
+  for (int64_t block = 0; block < row.blocks(); ++block) {
+    for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kWide) {
+      const f32xw depth = (row.at(i) - row.peak) / row.temperature;
+      store(weight + i, exp_of(maximum(depth, f32xw{} + kNoWeight)));
+    }
+    sums[block] = block_units(weight + block * kBlock, row.unit());
+  }
+}
+
+// A token up to which filters keep a row's tokens, in descending order, equals by ascending id.
+struct Last {
+  float logit = kNothing;  // of all of them, if nothing else is said
+  int32_t token = std::numeric_limits<int32_t>::max();
+  int64_t units = 0;  // of the tokens up to it
+};
+
+// Takes the weight of tokens that come after `last` or weigh less than `min_p`, and sums up anew.
+inline void drop(const Row& row, const Last& last, float min_p, float* weight, int64_t* sums) {
+  i32xw token;
+  for (int i = 0; i < kWide; ++i) token[i] = i;
+  for (int64_t block = 0; block < row.blocks(); ++block) {
+    i32xw some = {};
+    for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kWide, token += kWide) {
+      const f32xw logit = row.at(i), own = load<f32xw>(weight + i);
+      const i32xw until = (logit > last.logit) | ((logit == last.logit) & (token <= last.token));
+      const i32xw kept = until & (own >= min_p);
+      some |= kept;
+      store(weight + i, kept ? own : f32xw{});
+    }
+    sums[block] = any(some) ? block_units(weight + block * kBlock, row.unit()) : 0;
+  }
+}
+
+}  // namespace headroom

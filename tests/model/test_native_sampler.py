@@ -1,0 +1,179 @@
+"""Draws in C++: exact where sums and ties decide, whatever the shape, the batch and the threads are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model.native.library import NativeLibrary
+from model.sampler import make_sampling, sample
+from model.sampler_native import NativeSampler, choose_sampler
+from tests.support.attention import CPU
+from tests.support.native import avx2, native
+from tests.support.sampling import Row, batch_of, draw, slow
+
+BUILDS = {"native": native, "avx2": avx2}
+
+
+@pytest.fixture(params=list(BUILDS))
+def sampler(request: pytest.FixtureRequest) -> NativeSampler:
+    library = BUILDS[request.param]()
+    if not isinstance(library, NativeLibrary):
+        pytest.skip(library)
+    return NativeSampler(library)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest, sampler: NativeSampler) -> Iterator[int]:
+    """As many work on the rows of this thread."""
+    sampler.library.ops.lend_threads(request.param)
+    yield request.param
+    sampler.library.ops.lend_threads(0)
+
+
+def some_logits(rng: np.random.Generator, count: int, vocab: int) -> Tensor:
+    """Rows of all sorts: spread, rounded so that many tie, masked, peaked, flat."""
+    logits = rng.normal(size=(count, vocab)) * rng.choice([0.01, 1.0, 4.0], size=(count, 1))
+    for row in logits:
+        if rng.random() < 0.3:
+            np.round(row, out=row)
+        if rng.random() < 0.3:
+            row[rng.random(vocab) < rng.choice([0.5, 0.999])] = -np.inf
+        if rng.random() < 0.2:
+            row[rng.integers(vocab)] = 30.0
+        if rng.random() < 0.1:
+            row[:] = -0.0
+        row[rng.integers(vocab)] = 0.5
+    return torch.from_numpy(logits.astype(np.float32))
+
+
+def some_rows(rng: np.random.Generator, count: int, vocab: int) -> list[Row]:
+    choices: dict[str, list[Any]] = {
+        "temperature": [0.0, 1e-5, 0.3, 0.8, 1.0, 1.5, 1e3],
+        "top_k": [0, 0, 1, 3, 60, 767, 768, 769, max(1, vocab - 1), vocab, 10**12],
+        "top_p": [1.0, 1.0, 1 - 1e-12, 0.95, 0.5, 0.0, 5e-324],
+        "min_p": [0.0, 0.0, 1e-9, 0.05, 1.0],
+    }
+    return [
+        {name: values[rng.integers(len(values))] for name, values in choices.items()}
+        | {"key": rng.integers(-(2**63), 2**63)}
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.usefixtures("threads")
+def test_any_rows_draw_what_the_definition_and_pytorch_draw(sampler: NativeSampler, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count, vocab = int(rng.integers(1, 71)), int(rng.choice([1, 5, 255, 257, 769, 2000, 3333, 12_301]))
+    logits, rows = some_logits(rng, count, vocab), some_rows(rng, count, vocab)
+    drawn = draw(logits, rows, sampler=sampler)
+    assert drawn == draw(logits, rows)
+    for row in rng.integers(count, size=8):
+        assert drawn[row] == slow(logits[row], rows[row])
+
+
+def test_a_row_is_drawn_alone_as_in_any_crowd(sampler: NativeSampler) -> None:
+    rng = np.random.default_rng(100)
+    logits, rows = some_logits(rng, 70, 5001), some_rows(rng, 70, 5001)
+    drawn = draw(logits, rows, sampler=sampler)
+    assert drawn == [draw(logits[i : i + 1], [row], sampler=sampler)[0] for i, row in enumerate(rows)]
+    order = rng.permutation(70)[:40]
+    assert draw(logits[order], [rows[i] for i in order], sampler=sampler) == [drawn[i] for i in order]
+
+
+def test_broken_rows_are_flagged_and_hurt_no_other(sampler: NativeSampler) -> None:
+    rng = np.random.default_rng(101)
+    vocab = 777
+    logits, rows = some_logits(rng, 60, vocab), some_rows(rng, 60, vocab)
+    whole = draw(logits, rows, sampler=sampler)
+    for row in range(0, 40, 2):
+        logits[row, rng.integers(vocab)] = [torch.nan, torch.inf][row // 2 % 2]
+    logits[41], logits[43, :] = -torch.inf, torch.nan
+    broken = {*range(0, 40, 2), 41, 43}
+    expected = [-1 if row in broken else token for row, token in enumerate(whole)]
+    assert draw(logits, rows, sampler=sampler) == expected
+
+
+def test_a_filter_keeps_one_token_more_a_hair_beyond_each_sum(sampler: NativeSampler) -> None:
+    """Flat enough that thousands of tokens are kept: sums are exact but for the exponential's last bit."""
+    logits = torch.randn(1, 6007, generator=torch.Generator().manual_seed(3)) * 0.5
+    weight = np.exp(logits[0].double().numpy() - logits.max().item())
+    sums = np.cumsum(np.sort(weight)[::-1])[::40] / weight.sum()
+    rows: list[Row] = [
+        {"top_p": share + step, "key": key}
+        for key, share in enumerate(sums[sums < 0.999])
+        for step in (-(2.0**-20), 2.0**-20)
+    ]
+    assert draw(logits.expand(len(rows), -1), rows, sampler=sampler) == [slow(logits[0], row) for row in rows]
+
+
+def test_exactly_so_many_tokens_as_top_k_says_and_equals_by_id(sampler: NativeSampler) -> None:
+    logits = torch.zeros(1, 5000)
+    logits[0, 1000:] = -0.0  # equal to the others
+    for count in (2, 100, 770, 4999):
+        drawn = draw(
+            logits.expand(400, -1), [{"top_k": count, "key": k} for k in range(400)], sampler=sampler
+        )
+        assert max(drawn) < count and (min(drawn) < count / 8)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # in the definition too
+def test_logits_of_any_size_and_temperatures_of_any(sampler: NativeSampler) -> None:
+    """Depths that overflow fp32 are those of tokens that weigh nothing."""
+    logits = torch.randn(3, 900, generator=torch.Generator().manual_seed(4))
+    logits[1] *= 5e37
+    logits[2, ::2] = -torch.inf
+    settings = [
+        {"temperature": t, **more} for t in (1e-5, 1.0, 3e38) for more in ({}, {"top_p": 0.9}, {"top_k": 9})
+    ]
+    for setting in settings:
+        rows: list[Row] = [{**setting, "key": key} for key in range(30)]
+        for row in logits:
+            assert draw(row.expand(30, -1), rows, sampler=sampler) == [slow(row, each) for each in rows]
+
+
+def test_rows_of_a_wider_matrix_are_read_where_they_lie_and_left_as_they_are(sampler: NativeSampler) -> None:
+    whole = torch.randn(20, 700, generator=torch.Generator().manual_seed(5))
+    before = whole.clone()
+    rows: list[Row] = [{"top_p": 0.9, "key": key} for key in range(20)]
+    assert sampler(whole[:, 100:600], batch_of(rows)).tolist() == draw(before[:, 100:600], rows)
+    assert torch.equal(whole, before)
+
+
+@pytest.mark.parametrize(
+    ("logits", "what"),
+    [
+        (torch.zeros(3, 0), "one token at least"),
+        (torch.zeros(3, 4, dtype=torch.bfloat16), "fp32"),
+        (torch.zeros(4, 3).t(), "fp32"),
+        (torch.zeros(4), "fp32"),
+        (torch.zeros(2, 4), "rows of the logits"),
+    ],
+)
+def test_what_is_no_batch_is_refused(sampler: NativeSampler, logits: Tensor, what: str) -> None:
+    with pytest.raises(RuntimeError, match=what):
+        sampler(logits, batch_of([{}] * 3))
+
+
+def test_parameters_of_another_dtype_are_refused(sampler: NativeSampler) -> None:
+    batch = make_sampling(*[np.ones(2)] * 2, np.zeros(2, np.int64), np.zeros(2), np.zeros(2, np.int64), CPU)
+    with pytest.raises(RuntimeError, match="a parameter for each row"):
+        sampler.library.ops.draw(
+            torch.zeros(2, 4),
+            batch.rows,
+            batch.temperature.double(),
+            batch.top_p,
+            batch.min_p,
+            batch.top_k,
+            batch.key,
+        )
+
+
+def test_without_a_library_pytorch_draws() -> None:
+    assert choose_sampler("no compiler") is sample
