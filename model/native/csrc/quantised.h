@@ -116,7 +116,7 @@ void quantised_tile(const QuantisedPanels<Codes>& w, const bf16* x, const float*
         for (int p = 0; p < Codes::pairs; ++p) {
           uint32_t pair;
           std::memcpy(&pair, x + m * w.inputs + 2 * p, 4);
-          sum[m] = Pair<bf16>::dot(sum[m], column[p], fill(pair));
+          sum[m] = dot(sum[m], column[p], fill(pair), bf16{});
         }
       }
     }

@@ -1,6 +1,7 @@
 // Sixteen lanes at a time, on the vector extensions of GCC and Clang: the compiler splits them into what the
-// CPU has (one AVX-512 register, two of AVX2, four of NEON). The one instruction that it cannot find by
-// itself, the dot product of bfloat16 pairs, is named where the CPU has it.
+// CPU has (one AVX-512 register, two of AVX2, four of NEON). What is generic takes any number of lanes (`wide.h`).
+// The one instruction that it cannot find by itself, the dot product of bfloat16 pairs, is named where the CPU
+// has it.
 #pragma once
 
 #include <cmath>
@@ -15,10 +16,15 @@ namespace headroom {
 
 constexpr int kLanes = 16;
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+template <class T, int Lanes>
+struct Vector {
+  typedef T Type __attribute__((vector_size(Lanes * sizeof(T))));
+};
+
+typedef Vector<float, kLanes>::Type f32x16;
+typedef Vector<uint32_t, kLanes>::Type u32x16;
+typedef Vector<int32_t, kLanes>::Type i32x16;
+typedef Vector<uint16_t, kLanes>::Type u16x16;
 
 struct bf16 {
   uint16_t bits;
@@ -39,14 +45,14 @@ inline void store(void* to, V value) {
 inline f32x16 fill(float value) { return f32x16{} + value; }
 inline u32x16 fill(uint32_t value) { return u32x16{} + value; }
 
-inline f32x16 maximum(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline auto maximum(auto a, auto b) { return a > b ? a : b; }
 
-inline float largest(f32x16 v) {
+inline float largest(auto v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
 #else
   float best = v[0];
-  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+  for (size_t i = 1; i < sizeof(v) / 4; ++i) best = v[i] > best ? v[i] : best;
   return best;
 #endif
 }
@@ -73,14 +79,14 @@ inline float widen(bf16 value) {
 inline f32x16 widen(u16x16 values) { return (f32x16)(__builtin_convertvector(values, u32x16) << 16); }
 
 // To the nearest, ties to even; NaN stays NaN.
-inline u16x16 narrow(f32x16 values) {
+inline auto narrow(auto values) {
+  typedef typename Vector<uint16_t, sizeof(values) / 4>::Type Half;
 #if defined(__AVX512BF16__)
-  return (u16x16)_mm512_cvtneps_pbh((__m512)values);
+  return (Half)_mm512_cvtneps_pbh((__m512)values);
 #else
-  u32x16 bits = (u32x16)values;
-  u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  u32x16 quiet = (bits >> 16) | 0x40u;
-  return __builtin_convertvector(values == values ? rounded : quiet, u16x16);
+  const auto bits = (typename Vector<uint32_t, sizeof(values) / 4>::Type)values, quiet = (bits >> 16) | 0x40u;
+  const auto rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return __builtin_convertvector(values == values ? rounded : quiet, Half);
 #endif
 }
 
@@ -90,8 +96,8 @@ inline bf16 narrow(float value) { return bf16{narrow(fill(value))[0]}; }
 
 inline f32x16 load_floats(const float* from) { return load<f32x16>(from); }
 inline f32x16 load_floats(const bf16* from) { return widen(load<u16x16>(from)); }
-inline void store_floats(float* to, f32x16 values) { store(to, values); }
-inline void store_floats(bf16* to, f32x16 values) { store(to, narrow(values)); }
+inline void store_floats(float* to, auto values) { store(to, values); }
+inline void store_floats(bf16* to, auto values) { store(to, narrow(values)); }
 
 inline float float_of(float value) { return value; }
 inline float float_of(bf16 value) { return widen(value); }
@@ -101,28 +107,23 @@ inline void put_float(bf16* to, float value) { *to = narrow(value); }
 // ---- what a dot product takes at a time: a pair of bfloat16, or one float, in each 4-byte lane ----
 
 template <class T>
-struct Pair;
+struct Pair {
+  static constexpr int width = 4 / sizeof(T);
+};
 
-template <>
-struct Pair<bf16> {
-  static constexpr int width = 2;
-  // sum[i] += a[i].low * b[i].low + a[i].high * b[i].high
-  static inline f32x16 dot(f32x16 sum, u32x16 a, u32x16 b) {
+// sum[i] += a[i].low * b[i].low + a[i].high * b[i].high
+template <class V>
+inline V dot(V sum, auto a, auto b, bf16) {
 #if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-    const uint32_t high = 0xffff0000u;
-    sum += (f32x16)(a << 16) * (f32x16)(b << 16);
-    return sum + (f32x16)(a & high) * (f32x16)(b & high);
+  const uint32_t high = 0xffff0000u;
+  sum += (V)(a << 16) * (V)(b << 16);
+  return sum + (V)(a & high) * (V)(b & high);
 #endif
-  }
-};
-
-template <>
-struct Pair<float> {
-  static constexpr int width = 1;
-  static inline f32x16 dot(f32x16 sum, u32x16 a, u32x16 b) { return sum + (f32x16)a * (f32x16)b; }
-};
+}
+template <class V>
+inline V dot(V sum, auto a, auto b, float) { return sum + (V)a * (V)b; }
 
 // e^x for x <= 0, to 2 ulp; what is below -87 becomes 0. Cephes' split: e^x = 2^n * e^r, |r| <= ln 2 / 2.
 inline f32x16 exp_of_negative(f32x16 x) {
