@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,15 @@ Found = tuple[dict[str, Any], dict[str, Any]]  # a server's entry, and its answe
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every server is asked; `flags` are ours alone."""
+    """What every server is asked: `works` with prompts of `seed`. `flags` are ours alone."""
 
     model: str
     folder: Path
     places: peers.Places
     requests: int | None
     flags: tuple[str, ...]
+    works: tuple[str, ...] = ()
+    seed: int = 0
 
     @property
     def vocab(self) -> int:
@@ -62,49 +64,49 @@ class Plan:
         return int(read_json(self.folder / "config.json")["vocab_size"])
 
 
-def headroom(plan: Plan, names: Sequence[str], seed: int) -> Found:
+def headroom(plan: Plan) -> Found:
     """Our server, as `make bench` has it."""
     with own_server(plan.model, plan.flags) as server:
         served = server.get("/v1/models")["data"][0]["id"]
-        rows, texts = _http(server.url, served, plan, names, seed)
+        rows, texts = _http(server.url, served, plan)
     return {"version": __version__, "ready_s": server.ready_s, "over": "http", "rows": rows}, texts
 
 
-def engine(plan: Plan, names: Sequence[str], seed: int) -> Found:
+def engine(plan: Plan) -> Found:
     """Our engine alone."""
     words = ["loadtest.bench_parts", "engine", "--model", plan.model]
-    found, texts = _child(words, plan, names, seed)
+    found, texts = _child(words, plan)
     return {"version": __version__, "over": "engine", "rows": found["rows"]}, texts
 
 
-def vllm(plan: Plan, names: Sequence[str], seed: int) -> Found:
+def vllm(plan: Plan) -> Found:
     """vLLM's server."""
     port = free_port()
-    return _peer(peers.vllm(plan.places, plan.folder, port), port, plan, names, seed)
+    return _peer(peers.vllm(plan.places, plan.folder, port), port, plan)
 
 
-def llama(plan: Plan, names: Sequence[str], seed: int) -> Found:
+def llama(plan: Plan) -> Found:
     """llama.cpp's server."""
     port = free_port()
-    return _peer(peers.llama(plan.places, port), port, plan, names, seed)
+    return _peer(peers.llama(plan.places, port), port, plan)
 
 
-def openvino(plan: Plan, names: Sequence[str], seed: int) -> Found:
+def openvino(plan: Plan) -> Found:
     """OpenVINO's engine, in its own Python."""
     python, weights = peers.openvino(plan.places)
     words = ["loadtest.peer_openvino", "--gguf", str(weights), "--vocab", str(plan.vocab)]
-    found, texts = _child(words, plan, names, seed, str(python))
+    found, texts = _child(words, plan, str(python))
     return found | {"over": "engine"}, texts
 
 
-def int4(plan: Plan, names: Sequence[str], seed: int) -> Found:
+def int4(plan: Plan) -> Found:
     """Our engine with weights in 4 bits; its answers are another model's, and are not checked."""
     words = ["loadtest.bench_parts", "engine", "--model", plan.model, "--weights", "int4"]
-    found, _ = _child(words, plan, names, seed)
+    found, _ = _child(words, plan)
     return {"version": __version__, "over": "quantised", "rows": found["rows"]}, {}
 
 
-def q4(plan: Plan, names: Sequence[str], seed: int) -> Found:
+def q4(plan: Plan) -> Found:
     """llama.cpp's own benchmark, which decodes 128 tokens after nothing, four times. Raises BenchError."""
     program, weights, version = peers.llama_bench(plan.places)
     threads = str(len(os.sched_getaffinity(0)))
@@ -119,7 +121,7 @@ def q4(plan: Plan, names: Sequence[str], seed: int) -> Found:
     return {"version": version, "over": "quantised", "rows": {"decode1": figures}}, {}
 
 
-SERVERS: dict[str, tuple[str, Callable[[Plan, Sequence[str], int], Found]]] = {
+SERVERS: dict[str, tuple[str, Callable[[Plan], Found]]] = {
     "headroom": (OURS["http"], headroom),
     "vllm": ("vLLM", vllm),
     "llama": ("llama.cpp", llama),
@@ -130,22 +132,19 @@ SERVERS: dict[str, tuple[str, Callable[[Plan, Sequence[str], int], Found]]] = {
 }  # what they are called on the command line, and on the page
 
 
-def _peer(peer: peers.Peer, port: int, plan: Plan, names: Sequence[str], seed: int) -> Found:
+def _peer(peer: peers.Peer, port: int, plan: Plan) -> Found:
     with running(peer.command, port, peer.environment) as server:
-        rows, texts = _http(server.url, peers.SERVED, plan, names, seed)
+        rows, texts = _http(server.url, peers.SERVED, plan)
     return {"version": peer.version, "ready_s": server.ready_s, "over": "http", "rows": rows}, texts
 
 
-def _http(url: str, served: str, plan: Plan, names: Sequence[str], seed: int) -> Found:
-    works = works_of(names, plan.requests)
-    return run(url, served, works, seed, plan.vocab)
+def _http(url: str, served: str, plan: Plan) -> Found:
+    return run(url, served, works_of(plan.works, plan.requests), plan.seed, plan.vocab)
 
 
-def _child(
-    words: Sequence[str], plan: Plan, names: Sequence[str], seed: int, python: str = sys.executable
-) -> Found:
+def _child(words: Sequence[str], plan: Plan, python: str = sys.executable) -> Found:
     more = [] if plan.requests is None else ["--requests", str(plan.requests)]
-    return answered([*words, *more, "--workloads", ",".join(names), "--seed", str(seed)], python)
+    return answered([*words, *more, "--workloads", ",".join(plan.works), "--seed", str(plan.seed)], python)
 
 
 def measure(plan: Plan, keep: Record, options: argparse.Namespace) -> None:
@@ -157,33 +156,32 @@ def measure(plan: Plan, keep: Record, options: argparse.Namespace) -> None:
         order = only[number % len(only) :] + only[: number % len(only)]
         for short in order:
             name, _ = SERVERS[short]
-            works = [
+            works = tuple(
                 work
                 for work in options.workloads.split(",")
                 if f"{short}:{work}" not in (once if number else ()) and work in LIMITED.get(short, (work,))
-            ]
+            )
             if name not in this["peers"] and works:
                 print(f"== round {number + 1}: {name}", flush=True)
-                _turn(plan, this, short, works, (_answers(number, short), version))
+                mine = replace(plan, works=works, seed=this["seed"])
+                _turn(mine, this, short, _answers(number, short), version)
                 keep.save()
         _check(plan, keep, number, only, options.check)
 
 
-def _turn(
-    plan: Plan, this: dict[str, Any], short: str, works: Sequence[str], to: tuple[Path, str | None]
-) -> None:
-    """One server's turn in the round `this`: its entry, and its answers with the commit, `to` a file."""
-    (name, ask), (path, version), load = SERVERS[short], to, os.getloadavg()[0]
+def _turn(plan: Plan, this: dict[str, Any], short: str, path: Path, version: str | None) -> None:
+    """One server's turn in the round `this`: its entry, and its answers with the commit, in a file."""
+    (name, ask), load = SERVERS[short], os.getloadavg()[0]
     failed: dict[str, str] = this.setdefault("failed", {})
     try:
-        found, texts = ask(plan, works, this["seed"])
+        found, texts = ask(plan)
     except (peers.Missing, *FAULTS) as error:
         tell_fault(name, error)
         failed[name] = "is not installed" if isinstance(error, peers.Missing) else "failed"
         return
     failed.pop(name, None)
     this["peers"][name] = found | {"load": load, "commit": version}
-    write(path, Origin(plan.model, this["seed"], version), texts)
+    write(path, Origin(plan.model, plan.seed, version), texts)
 
 
 def _check(plan: Plan, keep: Record, number: int, only: Sequence[str], most: int | None) -> None:

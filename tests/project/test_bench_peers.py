@@ -7,7 +7,6 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,13 @@ class Servers:
         return {short: (short.upper(), self._server(short)) for short in "abc"}
 
     def _server(self, short: str) -> Any:
-        def ask(plan: Plan, names: Sequence[str], seed: int) -> Found:
-            self.asked.append((short, tuple(names), seed))
+        def ask(plan: Plan) -> Found:
+            self.asked.append((short, plan.works, plan.seed))
             if short in self.broken:
                 raise Missing(f"{short} is not installed")
-            entry = {"over": "http", "version": "1", "rows": {name: {"out_tok_s": 1.0} for name in names}}
-            return entry, {name: [{"text": short}] for name in names}
+            rows = {name: {"out_tok_s": 1.0} for name in plan.works}
+            entry = {"over": "http", "version": "1", "rows": rows}
+            return entry, {name: [{"text": short}] for name in plan.works}
 
         return ask
 
