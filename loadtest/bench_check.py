@@ -196,15 +196,11 @@ def check(
 
 def _by_prompts(having: Mapping[str, Sequence[dict[str, Any]]]) -> list[tuple[list[list[int]], list[str]]]:
     """The different lists of prompts, each with the names of the files that have it."""
-    made: list[tuple[list[list[int]], list[str]]] = []
+    made: dict[str, tuple[list[list[int]], list[str]]] = {}
     for name, said in having.items():
         prompts = [each["prompt"] for each in said]
-        known = next((names for others, names in made if others == prompts), None)
-        if known is None:
-            made.append((prompts, [name]))
-        else:
-            known.append(name)
-    return made
+        made.setdefault(str(prompts), (prompts, []))[1].append(name)
+    return list(made.values())
 
 
 def _reference(oracle: Oracle, prompts: Sequence[Sequence[int]]) -> tuple[list[list[Truth]], float]:

@@ -182,11 +182,8 @@ def _perplexity(found: Found) -> str:
 
 
 def _works(found: Found) -> list[str]:
-    names: dict[str, None] = {}
-    for each in found["rounds"]:
-        for peer in each["peers"].values():
-            names |= dict.fromkeys(peer["rows"])
-    return list(names)
+    peers = (peer for each in found["rounds"] for peer in each["peers"].values())
+    return list(dict.fromkeys(work for peer in peers for work in peer["rows"]))
 
 
 def _all(found: Found, seen: Sequence[str]) -> list[Sequence[str]]:

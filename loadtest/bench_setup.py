@@ -32,9 +32,9 @@ class Setup:
         """The model's `config.json`."""
         return read_json(self.folder / "config.json")
 
-    def asks(self, work: Work, turn: int = 0) -> list[Ask]:
-        """The requests of a workload; each turn has fresh ones."""
-        return asks(work, self.seed + turn, self.vocab)
+    def asks(self, work: Work) -> list[Ask]:
+        """The requests of a workload."""
+        return asks(work, self.seed, self.vocab)
 
     @property
     def vocab(self) -> int:

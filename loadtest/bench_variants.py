@@ -9,7 +9,7 @@ from typing import Any
 from loadtest.bench_engine import drive, kernels
 from loadtest.bench_rows import row, told
 from loadtest.bench_setup import Found, Setup, run_work, warm
-from loadtest.bench_work import Ask, Work, few, repetitive, works_of
+from loadtest.bench_work import Ask, Work, asks, few, repetitive, works_of
 from server.engine.engine import Engine
 from server.engine.facts import EngineFacts
 from server.engine.options import EngineOptions
@@ -58,13 +58,10 @@ def speculation_part(setup: Setup) -> Found:
     engines = {kind: warm(setup, speculate=kind) for kind in ("off", "ngram")}
     rows: dict[str, Any] = {}
     for work in [*few(REPETITIVE, setup.requests), *works_of(RANDOM, setup.requests)]:
+        make = repetitive if work.name.startswith("repetitive") else asks
         runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in engines}
         for turn in range(SPECULATION_TURNS):
-            given = (
-                repetitive(work, setup.seed + turn, vocab=setup.vocab)
-                if work in few(REPETITIVE, setup.requests)
-                else setup.asks(work, turn)
-            )
+            given = make(work, setup.seed + turn, setup.vocab)
             for kind, (engine, facts) in engines.items():
                 runs[kind].append(_speculated(engine, facts, work, given))
         rows[work.name] = {

@@ -14,6 +14,7 @@ from pathlib import Path
 
 VOCAB = 49152  # of the default model
 _LOWEST, _HIGHEST = 300, 40000  # ids drawn: above the special ones, below the rarest
+_PHRASE = 16  # tokens that a repetitive prompt repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,13 @@ def uniform_like(others: Sequence[Ask], seed: int, vocab: int = VOCAB) -> list[A
     return [Ask(_ids(draw, tokens, vocab), out) for tokens, out in zip(prompts, outputs, strict=True)]
 
 
-def repetitive(work: Work, seed: int, phrase: int = 16, vocab: int = VOCAB) -> list[Ask]:
-    """Prompts that say one phrase of `phrase` random tokens over and over: what n-gram speculation is for."""
+def repetitive(work: Work, seed: int, vocab: int = VOCAB) -> list[Ask]:
+    """Prompts that say one phrase of random tokens over and over: what n-gram speculation is for."""
     draw = random.Random(f"{seed}-repetitive")
     made = []
     for _ in range(work.requests):
-        words = _ids(draw, phrase, vocab)
-        made.append(Ask((words * -(-work.prompt // phrase))[: work.prompt], work.output))
+        words = _ids(draw, _PHRASE, vocab)
+        made.append(Ask((words * -(-work.prompt // _PHRASE))[: work.prompt], work.output))
     return made
 
 
