@@ -68,20 +68,14 @@ class HeadMap(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class NativeHeads:
-    """The checkpoint's own KV heads: RoPE and nothing more."""
+class _Weightless:
+    """What is so of every map without weights of its own."""
 
     kv_heads: int
     owns_output: bool = False
     repeats: bool = True
     nbytes: int = 0
     identity: str = ""
-
-    def qkv(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `HeadMap.qkv`."""
-        return rotation.apply(q), rotation.apply(k_norm(k)), v
 
     def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
         """See `HeadMap.out`."""
@@ -89,14 +83,19 @@ class NativeHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatHeads:
-    """More KV heads than the checkpoint has, by repetition: exact, and free of weights."""
+class NativeHeads(_Weightless):
+    """The checkpoint's own KV heads: RoPE and nothing more."""
 
-    kv_heads: int
-    owns_output: bool = False
-    repeats: bool = True
-    nbytes: int = 0
-    identity: str = ""
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `HeadMap.qkv`."""
+        return rotation.apply(q), rotation.apply(k_norm(k)), v
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatHeads(_Weightless):
+    """More KV heads than the checkpoint has, by repetition: exact, and free of weights."""
 
     def qkv(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, k_norm: KeyNorm, rotation: Rotation
@@ -106,22 +105,15 @@ class RepeatHeads:
         k = rotation.apply(k_norm(k)).repeat_interleave(times, dim=1)  # [T, Hkv, D] -> [T, kv_heads, D]
         return rotation.apply(q), k, v.repeat_interleave(times, dim=1)
 
-    def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
-        """See `HeadMap.out`."""
-        return o_proj(attended)
-
 
 @dataclass(frozen=True, slots=True)
-class MeanHeads:
+class MeanHeads(_Weightless):
     """Fewer KV heads, each the mean of a group of the checkpoint's: lossy, and free of weights.
 
     The start that the GQA paper trains on from (arXiv 2305.13245): without that training it ruins a model.
     """
 
-    kv_heads: int
-    owns_output: bool = False
     repeats: bool = False
-    nbytes: int = 0
     identity: str = "mean"
 
     def qkv(
@@ -130,10 +122,6 @@ class MeanHeads:
         """See `HeadMap.qkv`. Keys are averaged before `k_norm`, as a checkpoint of such heads does it."""
         k = rotation.apply(k_norm(self._mean(k)))
         return rotation.apply(q), k, self._mean(v)
-
-    def out(self, layer: int, attended: Tensor, o_proj: Linear) -> Tensor:
-        """See `HeadMap.out`."""
-        return o_proj(attended)
 
     def _mean(self, heads: Tensor) -> Tensor:
         """`[T, Hkv, D]` -> `[T, kv_heads, D]`: neighbours averaged, in fp32."""

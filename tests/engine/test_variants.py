@@ -137,7 +137,8 @@ def reachable(root: object) -> dict[int, int]:
         elif isinstance(thing, dict):
             todo += thing.values()
         elif type(thing).__module__.startswith("model."):
-            names = getattr(type(thing), "__slots__", ()) or vars(thing)
+            slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+            names = slots or vars(thing)
             todo += [getattr(thing, name) for name in names]
     return found
 
