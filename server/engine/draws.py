@@ -33,11 +33,6 @@ class Draws:
     adjustments: Adjustments | None  # made to the logits before that; None if there are none
     scored: Wish | None  # the rows whose drawn tokens get a score; None if there are none
 
-    @property
-    def scores(self) -> int:
-        """Rows whose drawn tokens get a score."""
-        return 0 if self.scored is None else self.scored.rows.shape[0]
-
 
 def how_to_draw(entries: Sequence[Scheduled], vocab: int, device: torch.device) -> Draws:
     """For the entries of a step that draw, in order: a row of `vocab` logits each, and one more for each of

@@ -20,8 +20,6 @@ from model.sampler import Sampler
 from server.engine.batch import ForwardBatch, PromptWish, Shape, made_up_batch
 from server.engine.draws import Draws
 
-_MANY = 8  # rows to score: that is work for PyTorch's threads
-
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -63,10 +61,8 @@ class ModelRunner:
             batch.positions[:1].cpu()
             return Drawn(np.zeros(0, dtype=np.int64), prompt=told)
         with self._cores.lent():
-            logits = self._decoder.logits(hidden[:count])
-            if batch.draws.scores < _MANY:
-                return self._drawn(logits, batch.draws, told)
-        return self._drawn(logits, batch.draws, told)
+            ids, scores = self._draw(self._decoder.logits(hidden[:count]), batch.draws)
+            return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host(), told)
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         """The last states that are drawn from, then those that prompts are scored by."""
@@ -84,11 +80,6 @@ class ModelRunner:
         """hidden `[M, hidden]` -> the scores of the prompt's tokens; waits for the device."""
         vocab = self._decoder.config.vocab_size
         return score_hidden(hidden, prompt.ids, prompt.best, self._decoder.logits, vocab).to_host()
-
-    def _drawn(self, logits: Tensor, draws: Draws, told: Scores | None) -> Drawn:
-        """On the host; waits for the device."""
-        ids, scores = self._draw(logits, draws)
-        return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host(), told)
 
     def _draw(self, logits: Tensor, draws: Draws) -> tuple[Tensor, ScoreTensors | None]:
         """logits `[N, V]` -> the drawn ids `[N]`, and the scores that are asked for, of the raw logits."""

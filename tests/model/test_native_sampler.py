@@ -123,6 +123,14 @@ def test_exactly_so_many_tokens_as_top_k_says_and_equals_by_id(sampler: NativeSa
         assert max(drawn) < count and (min(drawn) < count / 8)
 
 
+def test_tokens_that_hardly_weigh_anything_have_their_share(sampler: NativeSampler) -> None:
+    """6,000 tokens of 2^-27 beside one of 1: of 200,000 draws they win 9."""
+    logits = torch.full((1, 6001), -27 * float(np.log(2)))
+    logits[0, 77] = 0.0
+    drawn = sampler(logits.expand(200_000, -1), batch_of([{"key": key} for key in range(200_000)]))
+    assert 2 <= int((drawn != 77).sum()) <= 20
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # in the definition too
 def test_logits_of_any_size_and_temperatures_of_any(sampler: NativeSampler) -> None:
     """Depths that overflow fp32 are those of tokens that weigh nothing."""

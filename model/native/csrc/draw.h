@@ -50,12 +50,13 @@ inline int64_t race(uint64_t key, uint64_t counter, int64_t count, const Units& 
 
 // The token that a row of finite peak draws.
 inline int64_t draw(const Row& row, const Filters& filters, uint64_t key) {
-  const int64_t room = row.blocks() * kBlock;
+  const int64_t room = row.blocks() * kBlock + kWide;
   Scratch& scratch = Scratch::of_thread();
-  scratch.start(room * (sizeof(float) + 2 * sizeof(int32_t) + sizeof(int64_t)) + (row.blocks() + kWide) * sizeof(int64_t));
+  scratch.start(room * (sizeof(float) + Tokens::kBytes) + row.blocks() * sizeof(int64_t));
   float* weight = scratch.take<float>(room);
   int64_t* sums = scratch.take<int64_t>(row.blocks());
-  const Tokens tokens{scratch.take<int32_t>(room + kWide), scratch.take<int32_t>(room), scratch.take<int64_t>(room)};
+  const Tokens tokens{scratch.take<int32_t>(room), scratch.take<int32_t>(room), scratch.take<int32_t>(room),
+                      scratch.take<int64_t>(room)};
   weigh(row, weight, sums);
   if (filters.cut(row.vocab) || filters.min_p > 0) {
     const Last last = filters.cut(row.vocab) ? find_last(row, filters, weight, sums, tokens) : Last{};

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
-#include <vector>
+#include <span>
 
 #include "draw_weights.h"
 
@@ -36,10 +36,12 @@ inline float bound_of_weight(const Row& row, double units) {
   return float(std::max(row.peak + row.temperature * depth, double(std::numeric_limits<float>::lowest())));
 }
 
-// Memory for what is known of a row's tokens, each [vocab].
+// Memory for what is known of a row's candidates, each [vocab + kWide].
 struct Tokens {
+  static constexpr int64_t kBytes = 3 * sizeof(int32_t) + sizeof(int64_t);
   int32_t* id;
   int32_t* bucket;
+  int32_t* members;  // of one bucket
   int64_t* units;
 };
 
@@ -63,7 +65,7 @@ class Candidates {
       units += units_[bucket];
       tokens += count_[bucket];
     }
-    for (const int64_t i : sorted(bucket)) {
+    for (const int32_t i : sorted(bucket)) {
       units += tokens_.units[i];
       tokens += tokens_.units[i] > 0;
       const int32_t id = tokens_.id[i];
@@ -102,15 +104,18 @@ class Candidates {
     for (int64_t i = 0; i < found_; ++i) units_[tokens_.bucket[i]] += tokens_.units[i];
   }
 
-  std::vector<int64_t> sorted(int bucket) const {
-    std::vector<int64_t> members;
+  // The bucket's tokens, from high to low: where they stand among the candidates.
+  std::span<const int32_t> sorted(int bucket) const {
+    int32_t* members = tokens_.members;
+    int64_t count = 0;
     for (int64_t i = 0; i < found_; ++i) {
-      if (tokens_.bucket[i] == bucket) members.push_back(i);
+      members[count] = int32_t(i);
+      count += tokens_.bucket[i] == bucket;
     }
-    const auto logit = [&](int64_t i) { return row_.logits[tokens_.id[i]]; };
-    std::sort(members.begin(), members.end(),
-              [&](int64_t a, int64_t b) { return logit(a) != logit(b) ? logit(a) > logit(b) : a < b; });
-    return members;
+    const auto logit = [&](int32_t i) { return row_.logits[tokens_.id[i]]; };
+    std::sort(members, members + count,
+              [&](int32_t a, int32_t b) { return logit(a) != logit(b) ? logit(a) > logit(b) : a < b; });
+    return {members, size_t(count)};
   }
 
   const Row& row_;
