@@ -123,6 +123,22 @@ def test_exactly_so_many_tokens_as_top_k_says_and_equals_by_id(sampler: NativeSa
         assert max(drawn) < count and (min(drawn) < count / 8)
 
 
+@pytest.mark.parametrize("depth", [-0.3, -1.7, -4.4, -8.1, -11.9, -13.8])
+def test_a_weight_is_the_exponential_to_a_millionth(sampler: NativeSampler, depth: float) -> None:
+    """Beside the best, tokens of one weight, enough for one to win soon: min_p takes all of them or none."""
+    exact = np.exp(np.float64(np.float32(depth)))
+    logits = torch.full((1, int(2 / exact) + 2), depth)
+    logits[0, 0] = 0.0
+
+    def others_win(min_p: float) -> bool:
+        return any(
+            draw(logits.expand(20, -1), [{"min_p": min_p, "key": k} for k in range(20)], sampler=sampler)
+        )
+
+    assert others_win(exact * (1 - 2.0**-20))
+    assert not others_win(exact * (1 + 2.0**-20))
+
+
 def test_tokens_that_hardly_weigh_anything_have_their_share(sampler: NativeSampler) -> None:
     """6,000 tokens of 2^-27 beside one of 1: of 200,000 draws they win 9."""
     logits = torch.full((1, 6001), -27 * float(np.log(2)))
