@@ -52,17 +52,17 @@ inline int64_t race(uint64_t key, uint64_t counter, int64_t count, const Units& 
 inline int64_t draw(const Row& row, const Filters& filters, uint64_t key) {
   const int64_t room = row.blocks() * kBlock + kWide;
   Scratch& scratch = Scratch::of_thread();
-  scratch.start(room * (sizeof(float) + Tokens::kBytes) + row.blocks() * sizeof(int64_t));
+  scratch.start(room * (sizeof(float) + Tokens::kBytes) + row.blocks() * (sizeof(int64_t) + sizeof(float)));
   float* weight = scratch.take<float>(room);
-  int64_t* sums = scratch.take<int64_t>(row.blocks());
+  const Blocks blocks{scratch.take<int64_t>(row.blocks()), scratch.take<float>(row.blocks())};
   const Tokens tokens{scratch.take<int32_t>(room), scratch.take<int32_t>(room), scratch.take<int32_t>(room),
                       scratch.take<int64_t>(room)};
-  weigh(row, weight, sums);
+  weigh(row, weight, blocks);
   if (filters.cut(row.vocab) || filters.min_p > 0) {
-    const Last last = filters.cut(row.vocab) ? find_last(row, filters, weight, sums, tokens) : Last{};
-    drop(row, last, filters.min_p, weight, sums);
+    const Last last = filters.cut(row.vocab) ? find_last(row, filters, weight, blocks, tokens) : Last{};
+    drop(row, last, filters.min_p, weight, blocks);
   }
-  const int64_t first = kBlock * race(key, 0, row.blocks(), [&](int64_t block) { return sums[block]; });
+  const int64_t first = kBlock * race(key, 0, row.blocks(), [&](int64_t block) { return blocks.units[block]; });
   const auto units = [&](int64_t i) { return units_of(weight[first + i], row.unit()); };
   return first + race(key, kTokens + first, kBlock, units);
 }

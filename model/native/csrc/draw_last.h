@@ -137,12 +137,12 @@ struct Filters {
   int64_t above(int64_t mass) const { return std::min(int64_t(std::ceil(top_p * double(mass))), mass) - 1; }
 };
 
-// The last token that top_k, and top_p of what that leaves, keep of a row that sums [blocks] were made of.
-inline Last find_last(const Row& row, const Filters& filters, const float* weight, const int64_t* sums,
+// The last token that top_k, and top_p of what that leaves, keep of a row.
+inline Last find_last(const Row& row, const Filters& filters, const float* weight, const Blocks& blocks,
                       const Tokens& tokens) {
   const bool limited = filters.limits(row.vocab);
   int64_t mass = 0;
-  for (int64_t block = 0; block < row.blocks(); ++block) mass += sums[block];
+  for (int64_t block = 0; block < row.blocks(); ++block) mass += blocks.units[block];
   // The last token and all after it weigh mass - above or more, together: so it is not light.
   const double least = limited ? 1.0 : double(mass - filters.above(mass)) / double(row.vocab);
   const float bound = std::max(bound_of_weight(row, least), limited ? bound_of_best(row, filters.top_k) : kNothing);

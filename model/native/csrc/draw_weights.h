@@ -90,14 +90,23 @@ inline int64_t block_units(const float* weight, float unit) {
   return units;
 }
 
-// weight [blocks * kBlock], where what is past the row's end weighs no unit, and sums [blocks].
-inline void weigh(const Row& row, float* weight, int64_t* sums) {
+// What is known of a row's blocks, [blocks] each.
+struct Blocks {
+  int64_t* units;  // what their tokens weigh
+  float* best;     // their largest logits
+};
+
+// weight [blocks * kBlock], where what is past the row's end weighs no unit; and the blocks of it.
+inline void weigh(const Row& row, float* weight, const Blocks& blocks) {
   for (int64_t block = 0; block < row.blocks(); ++block) {
+    f32xw best = f32xw{} + kNothing;
     for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kWide) {
-      const f32xw depth = (row.at(i) - row.peak) / row.temperature;
+      const f32xw logit = row.at(i), depth = (logit - row.peak) / row.temperature;
+      best = maximum(logit, best);
       store(weight + i, exp_of(maximum(depth, f32xw{} + kNoWeight)));
     }
-    sums[block] = block_units(weight + block * kBlock, row.unit());
+    blocks.best[block] = largest(best);
+    blocks.units[block] = block_units(weight + block * kBlock, row.unit());
   }
 }
 
@@ -108,20 +117,19 @@ struct Last {
   int64_t units = 0;  // of the tokens up to it
 };
 
-// Takes the weight of tokens that come after `last` or weigh less than `min_p`, and sums up anew.
-inline void drop(const Row& row, const Last& last, float min_p, float* weight, int64_t* sums) {
-  i32xw token;
-  for (int i = 0; i < kWide; ++i) token[i] = i;
+// Takes the weight of tokens that come after `last` or weigh less than `min_p`; of whole blocks only their units.
+inline void drop(const Row& row, const Last& last, float min_p, float* weight, const Blocks& blocks) {
+  i32xw lanes;
+  for (int i = 0; i < kWide; ++i) lanes[i] = i;
   for (int64_t block = 0; block < row.blocks(); ++block) {
-    i32xw some = {};
-    for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kWide, token += kWide) {
+    blocks.units[block] = 0;
+    if (blocks.best[block] < last.logit) continue;
+    for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kWide) {
       const f32xw logit = row.at(i), own = load<f32xw>(weight + i);
-      const i32xw until = (logit > last.logit) | ((logit == last.logit) & (token <= last.token));
-      const i32xw kept = until & (own >= min_p);
-      some |= kept;
-      store(weight + i, kept ? own : f32xw{});
+      const i32xw until = (logit > last.logit) | ((logit == last.logit) & (lanes + int32_t(i) <= last.token));
+      store(weight + i, until & (own >= min_p) ? own : f32xw{});
     }
-    sums[block] = any(some) ? block_units(weight + block * kBlock, row.unit()) : 0;
+    blocks.units[block] = block_units(weight + block * kBlock, row.unit());
   }
 }
 
