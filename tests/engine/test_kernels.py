@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from model.native.library import NativeLibrary, NativeUnavailable
+from model.sampler import SamplingBatch
+from model.sampler_native import NativeSampler
 from server.engine import kernels
 from server.engine.build import build_engine
 from server.engine.kernels import choose_native, native_source
 from server.engine.options import EngineOptions
+from tests.support import driving
+from tests.support.native import native
 
 CPU = torch.device("cpu")
 LIBRARY = NativeLibrary(Path("/some/where.so"), "headroom", "compiled for this CPU")
@@ -67,3 +73,25 @@ def test_the_reason_is_among_the_facts(tiny_served: Path, asked: str) -> None:
     why = {"torch": "--kernels torch", "auto": "none today"}[asked]
     assert (facts.attention_backend, facts.attention_reason) == ("reference", f"plain PyTorch: {why}")
     assert facts.linear_backend != "native"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weights": "int8"}, {"block_size": 8}, {"kernels": "torch"}], ids=str
+)
+def test_they_draw_wherever_they_are(
+    tiny_served: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    if not isinstance(native(), NativeLibrary):
+        pytest.skip(str(native()))
+    drawn: list[int] = []
+    draw = NativeSampler.__call__
+
+    def watched(self: NativeSampler, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        drawn.append(len(logits))
+        return draw(self, logits, batch)
+
+    monkeypatch.setattr(NativeSampler, "__call__", watched)
+    engine, _ = driving.fp32_engine(tiny_served, **options)
+    drawn.clear()  # what was drawn to try the engine out
+    driving.generate(engine, [5, 6, 7], 3)
+    assert drawn == ([] if "kernels" in options else [1, 1, 1])
