@@ -87,6 +87,17 @@ def test_a_row_is_drawn_alone_as_in_any_crowd(sampler: NativeSampler) -> None:
     assert draw(logits[order], [rows[i] for i in order], sampler=sampler) == [drawn[i] for i in order]
 
 
+def test_few_rows_that_race_among_greedy_ones(sampler: NativeSampler) -> None:
+    logits = torch.randn(20, 900, generator=torch.Generator().manual_seed(6))
+    rows: list[Row] = [{"temperature": 0.0}] * 20
+    rows[3], rows[11], rows[18] = {"key": 4}, {"top_p": 0.5, "key": 5}, {"temperature": 2.0, "key": 6}
+    batch = batch_of(rows)
+    assert batch.rows is not None and batch.rows.tolist() == [3, 11, 18]
+    drawn = sampler(logits, batch).tolist()
+    assert drawn == [slow(row, each) for row, each in zip(logits, rows, strict=True)]
+    assert sum(logits.argmax(-1).ne(torch.tensor(drawn)).tolist()) == 3
+
+
 def test_broken_rows_are_flagged_and_hurt_no_other(sampler: NativeSampler) -> None:
     rng = np.random.default_rng(101)
     vocab = 777
