@@ -10,7 +10,8 @@ tokens where the k-th ties.
 
 Weights are fp32 and their sums exact (`model/draw_rows.py`), so that the two ways to find the kept tokens
 cannot disagree: among the best few, which decides nearly every row that has a filter
-(`model/draw_narrow.py`), or in the whole vocabulary (`model/draw_wide.py`).
+(`model/draw_narrow.py`), or in the whole vocabulary (`model/draw_wide.py`). `model/sampler_native.py` is the
+same in C++.
 """
 
 from __future__ import annotations
