@@ -1,14 +1,15 @@
 """Log-probabilities of tokens under raw logits: of one given token a row, and of the likeliest beside it.
 
 Nothing of the size of the vocabulary is kept: rows are worked through a few at a time, so that what is
-computed of them stays in a CPU's cache. Sums are fp64, as in `model/sampler.py`: a row's scores do not
-depend on how its sum was split, nor on the other rows.
+computed of them stays in a CPU's cache. A row's scores do not depend on the other rows, nor on how the sum
+of its weights was split: sums are fp64 here, and exact in C++, which does the same sooner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +43,20 @@ class ScoreTensors:
         return Scores(*(part.cpu().numpy() for part in (self.logprob, self.best_ids, self.best)))
 
 
-def score(logits: Tensor, ids: Tensor, best: int) -> ScoreTensors:
-    """logits `[M, V]` fp32, ids `[M]` int64 within V -> the scores of `ids`, and of the `best` likeliest.
+class Scorer(Protocol):
+    """Scores tokens; chosen once for an engine."""
 
-    `best` 0 and more than V are allowed. A row that is not finite has NaN for its scores, and hurts no other.
-    """
+    def __call__(self, logits: Tensor, ids: Tensor, best: int) -> ScoreTensors:
+        """logits `[M, V]` fp32, ids `[M]` int64 within V -> the scores of `ids`, and of the `best` likeliest.
+
+        `best` 0 and more than V are allowed. A row that is not finite has NaN for its scores, and hurts no
+        other.
+        """
+        ...
+
+
+def score(logits: Tensor, ids: Tensor, best: int) -> ScoreTensors:
+    """The `Scorer` of PyTorch's operators, for any device: the reference."""
     parts = [
         _score(rows, tokens, min(best, logits.shape[1]))
         for rows, tokens in zip(logits.split(_ROWS_AT_ONCE), ids.split(_ROWS_AT_ONCE), strict=True)  # type: ignore[no-untyped-call]
@@ -55,15 +65,15 @@ def score(logits: Tensor, ids: Tensor, best: int) -> ScoreTensors:
 
 
 def score_hidden(
-    hidden: Tensor, ids: Tensor, best: int, head: Callable[[Tensor], Tensor], vocab: int
+    hidden: Tensor, ids: Tensor, best: int, head: Callable[[Tensor], Tensor], vocab: int, scorer: Scorer
 ) -> ScoreTensors:
-    """`score` of the logits `head(hidden)`, of which at most `PIECE_BYTES` exist at a time.
+    """Scores by the logits `head(hidden)`, of which at most `PIECE_BYTES` exist at a time.
 
     hidden `[M, hidden]`, ids `[M]` int64; `head` gives `[m, vocab]` fp32 for `m` of the rows.
     """
     rows = max(1, PIECE_BYTES // (vocab * torch.float32.itemsize))
     parts = [
-        score(head(part), tokens, best)
+        scorer(head(part), tokens, best)
         for part, tokens in zip(hidden.split(rows), ids.split(rows), strict=True)  # type: ignore[no-untyped-call]
     ]
     return _joined(parts)

@@ -1,4 +1,5 @@
-"""Step 7 in one call of C++: the draws that `model/sampler.py` defines, from logits on a CPU.
+"""Step 7 in C++, from logits on a CPU: the draws that `model/sampler.py` defines, and the scores of
+`model/logprobs.py`, a call each.
 
 A row is one thread's, which reads the logits again and again while they are in its cache
 (`model/native/csrc/draw.h`). It needs one way where PyTorch's operators need two: the exact weight of the
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from model.logprobs import Scorer, ScoreTensors, score
 from model.native.library import NativeLibrary
 from model.sampler import Sampler, SamplingBatch, sample
 
@@ -34,6 +36,22 @@ class NativeSampler:
         return ids
 
 
-def choose_sampler(native: NativeLibrary | str) -> Sampler:
+@dataclass(frozen=True, slots=True)
+class NativeScorer:
+    """Scores on the same threads (`model/native/csrc/score.h`)."""
+
+    library: NativeLibrary
+
+    def __call__(self, logits: Tensor, ids: Tensor, best: int) -> ScoreTensors:
+        """See `Scorer`."""
+        return ScoreTensors(*self.library.ops.score(logits, ids, min(best, logits.shape[1])))
+
+
+def choose_scorer(native: NativeLibrary | str) -> Scorer:
     """By the operators in C++, where there are any: they are for CPUs alone."""
+    return NativeScorer(native) if isinstance(native, NativeLibrary) else score
+
+
+def choose_sampler(native: NativeLibrary | str) -> Sampler:
+    """As `choose_scorer`."""
     return NativeSampler(native) if isinstance(native, NativeLibrary) else sample

@@ -222,7 +222,9 @@ def _join(parts: _Parts, size: PoolSize, context: Context, matchers: MatcherSour
         prefix_cache=frame.options.prefix_cache,
     )
     machinery = parts.machinery
-    runner = ModelRunner(machinery.decoder, pool, machinery.attention, machinery.sampler, machinery.cores)
+    runner = ModelRunner(
+        machinery.decoder, pool, machinery.attention, machinery.sampler, machinery.scorer, machinery.cores
+    )
     drafts = choose_speculation(frame.options.speculate)
     return Engine(
         runner, manager, parts.shape, frame.limits, context.by_mode, frame.options.debug, matchers, drafts

@@ -16,9 +16,10 @@ from model.layers_native import native_layers
 from model.linear import LinearBackend
 from model.linear_choice import choose_linear_backend
 from model.loader import load_weights
+from model.logprobs import Scorer
 from model.native.cores import Cores
 from model.sampler import Sampler
-from model.sampler_native import choose_sampler
+from model.sampler_native import choose_sampler, choose_scorer
 from model.weights import ModelWeights
 from server.engine.errors import ConfigError
 from server.engine.kernels import NativeSource, choose_native
@@ -37,6 +38,7 @@ class Machinery:
     linear: LinearBackend  # of the checkpoint's weights
     own_linear: LinearBackend  # of what head maps fit, which is never quantised
     sampler: Sampler
+    scorer: Scorer
     cores: Cores
 
 
@@ -68,7 +70,8 @@ def load_machinery(
     decoder = Decoder(config, loaded, device, max_position=longest, layers=layers)
     whole = layers is not None and attention.name == "native"
     cores = Cores(kernels if whole else "PyTorch's operators do most of the work")
-    return Machinery(decoder, attention, linear, own_linear, choose_sampler(kernels), cores)
+    sampler, scorer = choose_sampler(kernels), choose_scorer(kernels)
+    return Machinery(decoder, attention, linear, own_linear, sampler, scorer, cores)
 
 
 def check_weights(options: EngineOptions) -> None:

@@ -9,6 +9,7 @@ from cache.pool import KVPool
 from model.attention.base import AttentionBackend
 from model.decoder import Decoder
 from model.heads import Variant
+from model.logprobs import score
 from model.native.cores import Cores
 from model.sampler import sample
 from server.engine.batch import Shape, made_up_batch
@@ -61,5 +62,5 @@ def _peak(
     batch = made_up_batch(variant.name, context - count, count, min(drawn, count), rows, shape, _BEST)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    ModelRunner(decoder, pool, attention, sample, Cores("this is a GPU")).run(batch)
+    ModelRunner(decoder, pool, attention, sample, score, Cores("this is a GPU")).run(batch)
     return torch.cuda.max_memory_allocated(device) - before

@@ -14,7 +14,7 @@ from cache.pool import KVPool
 from model.adjust import adjust
 from model.attention.base import AttentionBackend
 from model.decoder import Decoder
-from model.logprobs import Scores, ScoreTensors, score, score_hidden
+from model.logprobs import Scorer, Scores, ScoreTensors, score_hidden
 from model.native.cores import Cores
 from model.sampler import Sampler
 from server.engine.batch import ForwardBatch, PromptWish, Shape, made_up_batch
@@ -34,12 +34,19 @@ class ModelRunner:
     """Runs batches on one decoder over one pool; whose they are it does not know."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, backend: AttentionBackend, sampler: Sampler, cores: Cores
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        scorer: Scorer,
+        cores: Cores,
     ) -> None:
         self._decoder = decoder
         self._pool = pool
         self._backend = backend
         self._sampler = sampler
+        self._scorer = scorer
         self._cores = cores
 
     def copy(self, copies: BlockCopies) -> None:
@@ -55,12 +62,11 @@ class ModelRunner:
         """
         with self._cores.lent():
             hidden = self._hidden(batch)
-        prompt, count = batch.prompt, len(batch.wanted)
-        told = None if prompt is None else self._score(hidden[count:], prompt)
-        if batch.draws is None:
-            batch.positions[:1].cpu()
-            return Drawn(np.zeros(0, dtype=np.int64), prompt=told)
-        with self._cores.lent():
+            prompt, count = batch.prompt, len(batch.wanted)
+            told = None if prompt is None else self._score(hidden[count:], prompt)
+            if batch.draws is None:
+                batch.positions[:1].cpu()
+                return Drawn(np.zeros(0, dtype=np.int64), prompt=told)
             ids, scores = self._draw(self._decoder.logits(hidden[:count]), batch.draws)
             return Drawn(ids.cpu().numpy(), None if scores is None else scores.to_host(), told)
 
@@ -79,7 +85,8 @@ class ModelRunner:
     def _score(self, hidden: Tensor, prompt: PromptWish) -> Scores:
         """hidden `[M, hidden]` -> the scores of the prompt's tokens; waits for the device."""
         vocab = self._decoder.config.vocab_size
-        return score_hidden(hidden, prompt.ids, prompt.best, self._decoder.logits, vocab).to_host()
+        head = self._decoder.logits
+        return score_hidden(hidden, prompt.ids, prompt.best, head, vocab, self._scorer).to_host()
 
     def _draw(self, logits: Tensor, draws: Draws) -> tuple[Tensor, ScoreTensors | None]:
         """logits `[N, V]` -> the drawn ids `[N]`, and the scores that are asked for, of the raw logits."""
@@ -91,7 +98,7 @@ class ModelRunner:
             return ids, None
         # The scores of a broken row are NaN, and nobody reads them.
         drawn = ids.index_select(0, draws.scored.rows).clamp(min=0)
-        return ids, score(raw, drawn, draws.scored.best)
+        return ids, self._scorer(raw, drawn, draws.scored.best)
 
     def try_out(self, shape: Shape) -> None:
         """One token of nobody's through the model, into the scratch block; raises what the model raises."""

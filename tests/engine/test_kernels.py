@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from model.native.library import NativeLibrary, NativeUnavailable
-from model.sampler import SamplingBatch
-from model.sampler_native import NativeSampler
+from model.sampler_native import NativeSampler, NativeScorer
 from server.engine import kernels
 from server.engine.build import build_engine
 from server.engine.kernels import choose_native, native_source
@@ -78,20 +77,26 @@ def test_the_reason_is_among_the_facts(tiny_served: Path, asked: str) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"weights": "int8"}, {"block_size": 8}, {"kernels": "torch"}], ids=str
 )
-def test_they_draw_wherever_they_are(
+def test_they_draw_and_score_wherever_they_are(
     tiny_served: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     if not isinstance(native(), NativeLibrary):
         pytest.skip(str(native()))
-    drawn: list[int] = []
-    draw = NativeSampler.__call__
-
-    def watched(self: NativeSampler, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        drawn.append(len(logits))
-        return draw(self, logits, batch)
-
-    monkeypatch.setattr(NativeSampler, "__call__", watched)
+    calls: list[str] = []
+    for kind in (NativeSampler, NativeScorer):
+        monkeypatch.setattr(kind, "__call__", watched(kind.__call__, kind.__name__, calls))
     engine, _ = driving.fp32_engine(tiny_served, **options)
-    drawn.clear()  # what was drawn to try the engine out
-    driving.generate(engine, [5, 6, 7], 3)
-    assert drawn == ([] if "kernels" in options else [1, 1, 1])
+    calls.clear()  # what was drawn to try the engine out
+    driving.run(engine, [driving.greedy_request([5, 6, 7], 2, logprobs=1, prompt_logprobs=0)])
+    drawn = ["NativeSampler", "NativeScorer"]
+    assert calls == ([] if "kernels" in options else ["NativeScorer", *drawn, *drawn])
+
+
+def watched(call: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    """`call`, whose name is noted."""
+
+    def noted(*args: Any) -> Any:
+        calls.append(name)
+        return call(*args)
+
+    return noted

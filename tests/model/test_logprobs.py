@@ -7,9 +7,17 @@ import math
 import pytest
 import torch
 
-from model.logprobs import PIECE_BYTES, score, score_hidden
+from model.logprobs import PIECE_BYTES, Scorer, score_hidden
+from model.sampler_native import choose_scorer
+from tests.support import sampling
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=sampling.SAMPLERS)
+def score(request: pytest.FixtureRequest) -> Scorer:
+    """Each scorer that can run here."""
+    return choose_scorer(sampling.kernels_of(request.param))
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -20,12 +28,12 @@ def ids_of(rows: int, vocab: int) -> torch.Tensor:
     return torch.randint(vocab, (rows,), generator=torch.Generator(CPU).manual_seed(1))
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1000), (15, 20), (16, 257), (17, 9001), (40, 6000)])
 @pytest.mark.parametrize("ties", [False, True])
-def test_equals_log_softmax(rows: int, ties: bool) -> None:
-    logits, ids = logits_of(rows, 1000), ids_of(rows, 1000)
+def test_equals_log_softmax(score: Scorer, rows: int, vocab: int, ties: bool) -> None:
+    logits, ids = logits_of(rows, vocab), ids_of(rows, vocab)
     if ties:
-        logits = logits.round()  # dozens of equals at every place
+        logits = logits.round()  # many equals at every place
     told = score(logits, ids, 20).to_host()
     right = torch.log_softmax(logits.to(torch.float64), -1)
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :20]
@@ -34,7 +42,7 @@ def test_equals_log_softmax(rows: int, ties: bool) -> None:
     assert told.best == pytest.approx(right.gather(1, order).numpy(), abs=1e-6)
 
 
-def test_arithmetic() -> None:
+def test_arithmetic(score: Scorer) -> None:
     """Weights 1, 2, 3, 2 of 8; the two of equal weight by their ids."""
     logits = torch.tensor([[1.0, 2.0, 3.0, 2.0]]).log() + 50
     told = score(logits, torch.tensor([3]), 3).to_host()
@@ -44,13 +52,13 @@ def test_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(("best", "width"), [(0, 0), (1, 1), (7, 7), (8, 7)])
-def test_how_many_of_the_best(best: int, width: int) -> None:
+def test_how_many_of_the_best(score: Scorer, best: int, width: int) -> None:
     told = score(torch.zeros(2, 7), torch.tensor([0, 6]), best).to_host()
     assert told.best_ids.tolist() == [list(range(width))] * 2, "all are equal: the lowest ids"
     assert told.logprob.tolist() == pytest.approx([-math.log(7)] * 2, abs=1e-6)
 
 
-def test_a_row_of_which_only_one_token_is_likely() -> None:
+def test_a_row_of_which_only_one_token_is_likely(score: Scorer) -> None:
     """The others' weights vanish in the sum, but their own scores are told."""
     told = score(torch.tensor([[0.0, 200.0, -1e30]]), torch.tensor([0]), 3).to_host()
     assert told.logprob.tolist() == [-200.0]
@@ -58,7 +66,7 @@ def test_a_row_of_which_only_one_token_is_likely() -> None:
     assert told.best[0].tolist() == pytest.approx([0.0, -200.0, -1e30], rel=1e-6)
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
+def test_rows_do_not_depend_on_each_other(score: Scorer) -> None:
     logits, ids = logits_of(33, 500), ids_of(33, 500)
     broken = logits.clone()
     broken[3, 5] = torch.nan
@@ -72,7 +80,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
     assert bool(beside.logprob[3].isnan())
 
 
-def test_whole_prompts_are_scored_in_pieces() -> None:
+def test_whole_prompts_are_scored_in_pieces(score: Scorer) -> None:
     """No call of the head gives more than 32 MiB, and every row is scored once, in order."""
     vocab, rows, width = 1 << 17, 150, 4
     assert PIECE_BYTES == 32 * 1024 * 1024
@@ -86,19 +94,19 @@ def test_whole_prompts_are_scored_in_pieces() -> None:
         return made
 
     ids = ids_of(rows, vocab)
-    told = score_hidden(hidden, ids, 2, project, vocab)
+    told = score_hidden(hidden, ids, 2, project, vocab, score)
     assert max(sizes) <= PIECE_BYTES and len(sizes) == 3
     right = torch.log_softmax((hidden @ head.t()).to(torch.float64), -1)
     assert told.logprob.numpy() == pytest.approx(right.gather(1, ids[:, None])[:, 0].numpy(), abs=1e-4)
     assert told.best_ids.shape == (rows, 2)
 
 
-def test_a_vocabulary_wider_than_a_piece_goes_row_by_row() -> None:
+def test_a_vocabulary_wider_than_a_piece_goes_row_by_row(score: Scorer) -> None:
     calls: list[int] = []
 
     def project(part: torch.Tensor) -> torch.Tensor:
         calls.append(len(part))
         return torch.zeros(len(part), 8)
 
-    score_hidden(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64), 1, project, PIECE_BYTES)
+    score_hidden(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64), 1, project, PIECE_BYTES, score)
     assert calls == [1, 1, 1]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.logprobs import score
 from model.native.library import NativeLibrary
 from model.sampler import make_sampling, sample
-from model.sampler_native import NativeSampler, choose_sampler
+from model.sampler_native import NativeSampler, choose_sampler, choose_scorer
 from tests.support.attention import CPU
 from tests.support.native import avx2, native
 from tests.support.sampling import Row, batch_of, draw, slow
@@ -210,5 +211,21 @@ def test_parameters_of_another_dtype_are_refused(sampler: NativeSampler) -> None
         )
 
 
-def test_without_a_library_pytorch_draws() -> None:
-    assert choose_sampler("no compiler") is sample
+@pytest.mark.parametrize(
+    ("ids", "best", "what"),
+    [
+        ([0], 1, "an id for each row"),
+        ([0, 4], 1, "must be tokens"),
+        ([-1, 0], 1, "must be tokens"),
+        ([0, 3], 5, "no more"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    sampler: NativeSampler, ids: list[int], best: int, what: str
+) -> None:
+    with pytest.raises(RuntimeError, match=what):
+        sampler.library.ops.score(torch.zeros(2, 4), torch.tensor(ids), best)
+
+
+def test_without_a_library_pytorch_draws_and_scores() -> None:
+    assert (choose_sampler("no compiler"), choose_scorer("no compiler")) == (sample, score)

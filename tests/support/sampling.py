@@ -36,12 +36,17 @@ WAYS = {
 }
 
 
-def sampler_of(name: str) -> Sampler:
-    """One of the SAMPLERS; skips the test where there is none."""
+def kernels_of(name: str) -> NativeLibrary | str:
+    """What one of the SAMPLERS draws with; skips the test where there is none."""
     found = SAMPLERS[name]()
     if name != "torch" and not isinstance(found, NativeLibrary):
         pytest.skip(found)
-    return choose_sampler(found)
+    return found
+
+
+def sampler_of(name: str) -> Sampler:
+    """One of the SAMPLERS; skips the test where there is none."""
+    return choose_sampler(kernels_of(name))
 
 
 def go(monkeypatch: pytest.MonkeyPatch, way: str) -> None:

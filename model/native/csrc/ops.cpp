@@ -16,6 +16,7 @@
 #include "decoder_layers.h"
 #include "draw.h"
 #include "memory.h"
+#include "score.h"
 
 namespace headroom {
 
@@ -118,13 +119,17 @@ Tensor attend_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   return out;
 }
 
+void check_logits(const Tensor& logits) {
+  require(logits.device().is_cpu() && logits.dim() == 2 && logits.scalar_type() == at::kFloat && logits.stride(1) == 1,
+          "logits must be [rows, vocabulary] in fp32 on the CPU");
+  require(0 < logits.size(1) && logits.size(1) <= kMostTokens, "a vocabulary has one token at least, and ids of 31 bits");
+}
+
 // logits [S, V] fp32 -> ids [S] int64, -1 of a broken row. `rows` [D] race, by parameters [D, 1]; others are greedy.
 Tensor draw_op(const Tensor& logits, const optional<Tensor>& rows, const Tensor& temperature, const Tensor& top_p,
                const Tensor& min_p, const Tensor& top_k, const Tensor& key) {
-  require(logits.device().is_cpu() && logits.dim() == 2 && logits.scalar_type() == at::kFloat && logits.stride(1) == 1,
-          "logits must be [rows, vocabulary] in fp32 on the CPU");
+  check_logits(logits);
   const int64_t count = logits.size(0), vocab = logits.size(1), racing = rows.has_value() ? rows->numel() : 0;
-  require(0 < vocab && vocab <= kMostTokens, "a vocabulary has one token at least, and ids of 31 bits");
   const auto column = [&]<class T>(const Tensor& tensor, at::ScalarType dtype, const T*& start) {
     require(is_plain(tensor) && tensor.scalar_type() == dtype && tensor.numel() == racing, "a parameter for each row");
     start = data<const T>(tensor);
@@ -147,6 +152,25 @@ Tensor draw_op(const Tensor& logits, const optional<Tensor>& rows, const Tensor&
     data<int64_t>(ids)[row] = draw_or_flag(start, vocab, wishes, wish[row]);
   });
   return ids;
+}
+
+// logits [M, V] fp32, ids [M] -> log-probabilities [M] fp64 of the ids, and the likeliest: ids [M, best], fp64 [M, best].
+std::tuple<Tensor, Tensor, Tensor> score_op(const Tensor& logits, const Tensor& ids, int64_t best) {
+  check_logits(logits);
+  const int64_t count = logits.size(0), vocab = logits.size(1);
+  require(is_plain(ids) && ids.scalar_type() == at::kLong && ids.numel() == count, "an id for each row");
+  require(0 <= best && best <= vocab, "no more of the likeliest than there are tokens");
+  for (int64_t row = 0; row < count; ++row) {
+    require(0 <= data<const int64_t>(ids)[row] && data<const int64_t>(ids)[row] < vocab, "ids must be tokens");
+  }
+  const auto doubles = logits.options().dtype(at::kDouble);
+  const Tensor own = at::empty({count}, doubles), likeliest = at::empty({count, best}, doubles);
+  const Tensor best_ids = at::empty({count, best}, ids.options());
+  Threads::shared().run(threads(), count, [&](int64_t row) {
+    score(data<const float>(logits) + row * logits.stride(0), vocab, data<const int64_t>(ids)[row],
+          {data<double>(own) + row, best, data<int64_t>(best_ids) + row * best, data<double>(likeliest) + row * best});
+  });
+  return {own, best_ids, likeliest};
 }
 
 }  // namespace headroom
@@ -174,4 +198,5 @@ TORCH_LIBRARY(HEADROOM_NAMESPACE, m) {
   m.def("write", &kernels::write_op);
   m.def("attend", &kernels::attend_op);
   m.def("draw", &kernels::draw_op);
+  m.def("score", &kernels::score_op);
 }
