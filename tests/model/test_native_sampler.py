@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,22 +12,17 @@ import torch
 from torch import Tensor
 
 from model.logprobs import score
-from model.native.library import NativeLibrary
 from model.sampler import make_sampling, sample
 from model.sampler_native import NativeSampler, choose_sampler, choose_scorer
 from tests.support.attention import CPU
-from tests.support.native import avx2, native
-from tests.support.sampling import Row, batch_of, draw, slow
-
-BUILDS = {"native": native, "avx2": avx2}
+from tests.support.sampling import Row, batch_of, draw, sampler_of, slow
 
 
-@pytest.fixture(params=list(BUILDS))
+@pytest.fixture(params=["native", "avx2"])
 def sampler(request: pytest.FixtureRequest) -> NativeSampler:
-    library = BUILDS[request.param]()
-    if not isinstance(library, NativeLibrary):
-        pytest.skip(library)
-    return NativeSampler(library)
+    found = sampler_of(request.param)
+    assert isinstance(found, NativeSampler)
+    return found
 
 
 @pytest.fixture(params=[1, 3])
@@ -128,11 +124,9 @@ def test_a_filter_keeps_one_token_more_a_hair_beyond_each_sum(sampler: NativeSam
 def test_exactly_so_many_tokens_as_top_k_says_and_equals_by_id(sampler: NativeSampler) -> None:
     logits = torch.zeros(1, 5000)
     logits[0, 1000:] = -0.0  # equal to the others
-    for count in (2, 100, 770, 4999):
-        drawn = draw(
-            logits.expand(400, -1), [{"top_k": count, "key": k} for k in range(400)], sampler=sampler
-        )
-        assert max(drawn) < count and (min(drawn) < count / 8)
+    for count, draws in ((2, 100), (100, 2_000), (770, 12_000)):
+        rows = batch_of([{"top_k": count, "key": key} for key in range(draws)])
+        assert set(sampler(logits.expand(draws, -1), rows).tolist()) == set(range(count))
 
 
 @pytest.mark.parametrize("depth", [-0.3, -1.7, -4.4, -8.1, -11.9, -13.8])
@@ -195,6 +189,18 @@ def test_rows_of_a_wider_matrix_are_read_where_they_lie_and_left_as_they_are(sam
 def test_what_is_no_batch_is_refused(sampler: NativeSampler, logits: Tensor, what: str) -> None:
     with pytest.raises(RuntimeError, match=what):
         sampler(logits, batch_of([{}] * 3))
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(2, dtype=torch.int32), torch.arange(4)[::2]])
+def test_rows_of_another_form_are_refused(sampler: NativeSampler, rows: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="rows must be int64"):
+        sampler(torch.zeros(4, 4), dataclasses.replace(batch_of([{}] * 2), rows=rows))
+
+
+def test_no_token_to_keep_is_refused(sampler: NativeSampler) -> None:
+    batch = batch_of([{}])
+    with pytest.raises(RuntimeError, match="one token at least"):
+        sampler(torch.zeros(1, 4), dataclasses.replace(batch, top_k=torch.zeros_like(batch.top_k)))
 
 
 def test_parameters_of_another_dtype_are_refused(sampler: NativeSampler) -> None:

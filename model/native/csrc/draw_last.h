@@ -52,11 +52,11 @@ class Candidates {
       : row_(row), tokens_(tokens) {
     collect(bound);
     fill(weight, bound);
-    for (int64_t i = 0; counted && i < found_; ++i) count_[tokens_.bucket[i]] += tokens_.units[i] > 0;
+    for (int64_t i = 0; counted && i < found_; ++i) ++count_[tokens_.bucket[i]];
   }
 
-  // The first of them, from high to low, with which there are enough (units, tokens that weigh any). If all of them
-  // are not enough, nothing is cut.
+  // The first of them, from high to low, with which there are enough (units, tokens). If all of them are not enough,
+  // nothing is cut.
   template <class Enough>
   Last first(const Enough& enough) const {
     int64_t units = 0, tokens = 0;
@@ -67,7 +67,7 @@ class Candidates {
     }
     for (const int32_t i : sorted(bucket)) {
       units += tokens_.units[i];
-      tokens += tokens_.units[i] > 0;
+      ++tokens;
       const int32_t id = tokens_.id[i];
       if (enough(units, tokens)) return {row_.logits[id], id, units};
     }

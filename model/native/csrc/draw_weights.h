@@ -2,6 +2,7 @@
 // (model/draw_rows.py says what a unit is).
 #pragma once
 
+#include <algorithm>
 #include <limits>
 
 #include "wide.h"
@@ -10,11 +11,10 @@ namespace headroom {
 
 constexpr int64_t kBlock = 256;  // tokens, as in model/race.py
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
-constexpr float kNoWeight = -44.0f;  // e^-44 is no unit in any vocabulary
 
-typedef int32_t i32xw __attribute__((vector_size(4 * kWide)));
-typedef float f32xh __attribute__((vector_size(2 * kWide)));
-typedef int64_t i64xh __attribute__((vector_size(4 * kWide)));
+typedef Vector<int32_t, kWide>::Type i32xw;
+typedef Vector<float, kWide / 2>::Type f32xh;
+typedef Vector<int64_t, kWide / 2>::Type i64xh;
 
 struct Row {
   const float* logits;  // [vocab]
@@ -26,7 +26,7 @@ struct Row {
   // How many units the best token weighs: a whole vocabulary weighs less than 2^62.
   float unit() const { return std::ldexp(1.0f, __builtin_clzll(vocab) - 2); }
 
-  // kWide logits from token `at` on; minus infinity past the end.
+  // kWide logits from token `first` on; minus infinity past the end.
   f32xw at(int64_t first) const {
     if (first + kWide <= vocab) return load<f32xw>(logits + first);
     float some[kWide];
@@ -63,20 +63,6 @@ inline int64_t find_first(const Row& row) {
   return 0;
 }
 
-// e^x for -44 <= x <= 0, to 2 ulp: 2^n e^r with |r| <= ln 2 / 2, where its series is short.
-inline f32xw exp_of(f32xw x) {
-  const i32xw n = __builtin_convertvector(x * 1.44269504f - 0.5f, i32xw);  // truncates upwards
-  const f32xw whole = __builtin_convertvector(n, f32xw);
-  const f32xw r = x - whole * 0.693359375f + whole * 2.12194440e-4f;  // ln 2 in two parts
-  f32xw e = r * (1.0f / 5040) + 1.0f / 720;
-  e = e * r + 1.0f / 120;
-  e = e * r + 1.0f / 24;
-  e = e * r + 1.0f / 6;
-  e = e * r + 0.5f;
-  e = e * r * r + r + 1.0f;
-  return e * (f32xw)((n + 127) << 23);
-}
-
 inline int64_t units_of(float weight, float unit) { return int64_t(weight * unit); }
 
 // What a block's weights come to.
@@ -103,7 +89,7 @@ inline void weigh(const Row& row, float* weight, const Blocks& blocks) {
     for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kWide) {
       const f32xw logit = row.at(i), depth = (logit - row.peak) / row.temperature;
       best = maximum(logit, best);
-      store(weight + i, exp_of(maximum(depth, f32xw{} + kNoWeight)));
+      store(weight + i, exp_of_negative(depth));
     }
     blocks.best[block] = largest(best);
     blocks.units[block] = block_units(weight + block * kBlock, row.unit());

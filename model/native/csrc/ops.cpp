@@ -134,6 +134,7 @@ Tensor draw_op(const Tensor& logits, const optional<Tensor>& rows, const Tensor&
     require(is_plain(tensor) && tensor.scalar_type() == dtype && tensor.numel() == racing, "a parameter for each row");
     start = data<const T>(tensor);
   };
+  require(!rows.has_value() || (is_plain(*rows) && rows->scalar_type() == at::kLong), "rows must be int64 on the CPU");
   Wishes wishes;
   column(temperature, at::kFloat, wishes.temperature);
   column(top_p, at::kDouble, wishes.top_p);
@@ -144,6 +145,7 @@ Tensor draw_op(const Tensor& logits, const optional<Tensor>& rows, const Tensor&
   for (int64_t d = 0; d < racing; ++d) {
     const int64_t row = data<const int64_t>(rows)[d];
     require(0 <= row && row < count, "rows must be rows of the logits");
+    require(wishes.top_k[d] > 0, "top_k keeps one token at least");
     wish[row] = d;
   }
   Tensor ids = at::empty({count}, logits.options().dtype(at::kLong));

@@ -19,6 +19,7 @@ class Scratch {
     bytes += kArrays * kAlign;
     if (bytes > size_) {
       memory_.reset();
+      size_ = 0;  // there may be no more memory
       memory_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t(kAlign))));
       size_ = bytes;
     }

@@ -126,21 +126,22 @@ template <class V>
 inline V dot(V sum, auto a, auto b, float) { return sum + (V)a * (V)b; }
 
 // e^x for x <= 0, to 2 ulp; what is below -87 becomes 0. Cephes' split: e^x = 2^n * e^r, |r| <= ln 2 / 2.
-inline f32x16 exp_of_negative(f32x16 x) {
-  const f32x16 lowest = fill(-87.0f);
-  f32x16 within = x > lowest ? x : lowest;
-  i32x16 n = __builtin_convertvector(within * 1.44269504f - 0.5f, i32x16);  // truncates upwards: x <= 0
-  f32x16 whole = __builtin_convertvector(n, f32x16);
-  f32x16 r = within - whole * 0.693359375f + whole * 2.12194440e-4f;
-  f32x16 p = fill(1.9875691500e-4f);
+template <class V>
+inline V exp_of_negative(V x) {
+  using Whole = typename Vector<int32_t, sizeof(V) / 4>::Type;
+  const V lowest = V{} - 87.0f;
+  const V within = maximum(x, lowest);
+  const Whole n = __builtin_convertvector(within * 1.44269504f - 0.5f, Whole);  // truncates upwards: x <= 0
+  const V whole = __builtin_convertvector(n, V);
+  const V r = within - whole * 0.693359375f + whole * 2.12194440e-4f;
+  V p = V{} + 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  f32x16 power = (f32x16)((n + 127) << 23);
-  return x > lowest ? p * power : f32x16{};
+  return x > lowest ? p * (V)((n + 127) << 23) : V{};
 }
 
 }  // namespace headroom
