@@ -30,7 +30,7 @@ from loadtest.bench_machine import about
 from loadtest.bench_rows import BenchError
 from loadtest.bench_work import WORKLOADS, works_of
 from loadtest.command import ROOT, parser_of, read_json, replace_json
-from loadtest.own_server import ServerFault, leave_on_sigterm
+from loadtest.own_server import ServerFault, leave_when_told
 from loadtest.stream import StreamError
 from server.tools.compare.machine import commit, now
 
@@ -189,7 +189,7 @@ def main() -> int:
     unknown = set(parts) - set(ALL)
     if unknown:
         parser.error(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
-    leave_on_sigterm()
+    leave_when_told()
     with tempfile.TemporaryDirectory(prefix="headroom-bench-") as folder:
         quick = Path(folder) / "quick.json"
         result = options.json or (ROOT / RESULT if options.requests is None else quick)

@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--weights", default="none")
-    add_flags(parser)
+    add_flags(parser, kept=True)
     options = parser.parse_args()
     works = tuple(options.workloads.split(","))
     setup = Setup(folder_of(options.model), options.seed, options.requests, works, options.weights)

@@ -33,7 +33,7 @@ from loadtest.bench_rows import BenchError
 from loadtest.bench_work import WORKLOADS, works_of
 from loadtest.command import ROOT, parser_of, read_json
 from loadtest.http_bench import run
-from loadtest.own_server import free_port, leave_on_sigterm, own_server, running
+from loadtest.own_server import free_port, leave_when_told, own_server, running
 from server import __version__
 from server.tools.compare.machine import commit, now
 
@@ -264,7 +264,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="go on with what there is")
     add_flags(parser, RESULT)
     options = parser.parse_args()
-    leave_on_sigterm()
+    leave_when_told()
     (ROOT / OUT).mkdir(parents=True, exist_ok=True)
     result = options.json or ROOT / (RESULT if options.requests is None else f"{OUT}/quick.json")
     places = peers.Places(options.peers, options.vllm, options.llama, options.openvino)

@@ -56,12 +56,13 @@ def works_of(names: Sequence[str], requests: int | None) -> list[Work]:
     return few([WORKLOADS[name] for name in names], requests)
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    """What is told to a command that does some of the work, and where it writes what came of it."""
+def add_flags(parser: ArgumentParser, *, kept: bool = False) -> None:
+    """What is told to a command that does some of the work, and where it writes what came of it. It must be
+    told where, if that is only `kept` and not shown."""
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (default: %(default)s)")
     parser.add_argument("--requests", type=int, metavar="N", help="at most so many a workload: a quick look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", required=kept, help="write the figures")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="write the answers")
 
 

@@ -25,7 +25,7 @@ from loadtest.fuzz_checks import attack_fault, fault
 from loadtest.fuzz_schema import schema_calls
 from loadtest.fuzz_sockets import socket_attacks
 from loadtest.fuzz_wire import Answer, Attack, Call, Wire
-from loadtest.own_server import OwnServer, ServerFault, leave_on_sigterm, own_server
+from loadtest.own_server import OwnServer, ServerFault, leave_when_told, own_server
 from loadtest.tiny import make_tiny
 from server.tools.compare.machine import commit, now, this_machine
 
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--model", default="", help="what to serve (default: a tiny checkpoint made for it)")
     add_json(parser, RESULT)
     options = parser.parse_args()
-    leave_on_sigterm()
+    leave_when_told()
     with tempfile.TemporaryDirectory(prefix="headroom-fuzz-") as folder:
         found = run(options.model, options.requests, options.seed, Path(folder))
     kept = options.json or (ROOT / RESULT if options.requests >= REQUESTS else None)

@@ -47,7 +47,7 @@ class OwnServer:
         return f"http://127.0.0.1:{self.port}"
 
     def log(self) -> str:
-        """Everything that it has written so far."""
+        """Everything that it has written so far; nothing of a server that writes to the terminal."""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def tracebacks(self) -> int:
@@ -159,14 +159,14 @@ def _wait_ready(server: OwnServer) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
-            words = server.log()[-2000:]
-            raise SystemExit(f"the server ended with code {server.process.returncode}:\n{words}")
+            code = server.process.returncode
+            raise SystemExit(f"the server ended with code {code} before it was ready\n{server.log()[-2000:]}")
         try:
             with urllib.request.urlopen(f"{server.url}/health", timeout=2):
                 return
         except OSError:
             time.sleep(POLL_SECONDS)
-    raise SystemExit(f"the server was not ready after {START_SECONDS:.0f} s:\n{server.log()[-2000:]}")
+    raise SystemExit(f"the server was not ready after {START_SECONDS:.0f} s\n{server.log()[-2000:]}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -180,10 +180,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def leave_on_sigterm() -> None:
-    """A SIGTERM leaves through every `finally`, so that the server is stopped."""
+def leave_when_told() -> None:
+    """A SIGTERM, or a terminal that is closed, leaves through every `finally`, so that the server is stopped:
+    it has a session of its own."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, leave)
+    for told in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(told, leave)

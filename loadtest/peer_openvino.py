@@ -79,7 +79,7 @@ def main() -> int:
     parser = parser_of("peer_openvino", __doc__)
     parser.add_argument("--gguf", type=Path, required=True, help="the checkpoint, F16")
     parser.add_argument("--vocab", type=int, default=VOCAB, help="of the model (default: %(default)s)")
-    add_flags(parser)
+    add_flags(parser, kept=True)
     options = parser.parse_args()
     driver = Driver(load(options.gguf))
     rows, texts = {}, {}

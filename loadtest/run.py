@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.command import ROOT, parser_of
-from loadtest.own_server import leave_on_sigterm, own_server
+from loadtest.own_server import leave_when_told, own_server
 
 SAMPLE_SECONDS = 0.2
 SATURATED = 0.9  # share of a core from which the client is part of what it measures
@@ -208,7 +208,7 @@ def main() -> int:
     parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags for headroom serve")
     parser.add_argument("--url", help="load this server instead of starting one")
     options = parser.parse_args()
-    leave_on_sigterm()
+    leave_when_told()
     console = Console(highlight=False)
     if options.url:
         good = load(options.url.rstrip("/"), options, console)

@@ -10,8 +10,6 @@ two numbers of a busy one say nothing, and the load is printed beside them.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
@@ -26,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from loadtest.bench_engine import folder_of, kernels, make_engine
+from loadtest.command import parser_of, write_json
 from model.native.cores import Cores
 from model.sampler import Sampler, make_sampling
 from model.sampler_native import choose_sampler
@@ -225,7 +224,7 @@ def show(result: Result) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(description="What drawing costs, as a share of the model's step.")
+    parser = parser_of("sampler_bench", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=21)
@@ -240,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = measure(folder, windows, args.rows, args.rounds)
     Console(width=110).print(show(result))
     if args.json is not None:
-        args.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, asdict(result))
     return 0
 
 

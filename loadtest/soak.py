@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from loadtest.command import ROOT, add_json, parser_of, write_json
-from loadtest.own_server import OwnServer, ServerFault, leave_on_sigterm, own_server
+from loadtest.own_server import OwnServer, ServerFault, leave_when_told, own_server
 from loadtest.soak_catalogue import MODES, Ask, catalogue
 from loadtest.soak_client import ANSWER_SECONDS, Heard, Refused, ask, leave
 from loadtest.soak_judge import NEAR_TIE, Judgement, scored_body, tie_gap
@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=default.seed, help="who asks what (default: %(default)s)")
     add_json(parser, RESULT)
     options = parser.parse_args()
-    leave_on_sigterm()
+    leave_when_told()
     given = ("model", "kv_memory", "clients", "minutes", "seed", "threads")
     setup = Setup(**{name: getattr(options, name) for name in given})
     try:

@@ -63,12 +63,14 @@ COMPLETION: Harmless = {
     **_SHARED,
     "add_special_tokens": (True,),
     "max_completion_tokens": (),
+    "messages": (),
     "top_logprobs": (0,),
 }
 CHAT: Harmless = {
     **_SHARED,
     "add_special_tokens": (False,),
     "echo": (False,),
+    "prompt": (),
 }
 TOKENIZE: Harmless = {
     "add_generation_prompt": (True,),

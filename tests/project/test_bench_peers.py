@@ -174,7 +174,7 @@ def test_a_server_and_what_it_started_are_ended() -> None:
 
 def test_a_server_that_ends_at_once_says_why() -> None:
     with (
-        pytest.raises(SystemExit, match="code 3:\nno luck"),
+        pytest.raises(SystemExit, match="code 3 before it was ready\nno luck"),
         running([sys.executable, "-c", "print('no luck'); exit(3)"], 1),
     ):
         pass

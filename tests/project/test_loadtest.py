@@ -133,15 +133,16 @@ def test_make_load_reports_latency_and_cache_and_leaves_no_server(roomy: Path) -
 
 @pytest.mark.slow
 @needs_locust
-def test_a_load_that_is_ended_stops_its_server(roomy: Path) -> None:
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+def test_a_load_that_is_ended_stops_its_server(roomy: Path, told: signal.Signals) -> None:
     command = run_command(roomy, "--seconds", "60")
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         found = next(match for line in running.stdout if (match := LISTENING.search(line)))
         assert not nobody_listens(int(found[2]))
-        running.terminate()
-        assert running.wait(45) == 128 + signal.SIGTERM
+        running.send_signal(told)
+        assert running.wait(45) == 128 + told
     assert nobody_listens(int(found[2]))
 
 
