@@ -32,7 +32,7 @@ def padded(bias: Tensor | None, parts: int = 1) -> Tensor | None:
 
 
 def alternating(*panels: Tensor) -> Tensor:
-    """Panels of gate and up in turn, so that a kernel has both at hand."""
+    """The panels of one weight or more in turn: of gate and up, so that a kernel has both at hand."""
     return torch.stack(panels, dim=1).flatten(0, 1)
 
 

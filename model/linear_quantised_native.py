@@ -27,7 +27,7 @@ class CodePanels:
 
     lanes: Tensor
     scales: Tensor
-    inputs: int  # K, made up to G * 32
+    inputs: int  # K; the panels have G * 32
 
 
 def to_code_panels(weight: Quantised) -> CodePanels:
