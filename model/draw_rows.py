@@ -1,9 +1,9 @@
-"""What both ways to draw a token share: the rows, the weights of their tokens, and the order of these.
+"""The rows that tokens are drawn from, the weights of their tokens, and the order of these.
 
 A weight is the fp32 number e^((logit - best logit) / temperature), cut to whole units and counted in int64. A
 unit is as small as a sum over the vocabulary allows, 2^-46 of the best token's weight where there are 49,152:
 what the cuts take away changes no share by more than 10^-9 of the whole. So sums are exact, whatever their
-order, and two ways to find a token cannot disagree.
+order, and do not depend on who else is drawn.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 NO_WEIGHT = -44.0  # e^-44 is no unit in any vocabulary; what is below would cost exp slow denormals
 _ID_BITS = 0x7FFFFFFF
+LOWEST_KEY = -0x7F800001 << 32  # minus infinity and the highest id: all tokens come before
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,10 @@ class Rows:
             key=self.key[some],
         )
 
-    def take(self, index: Tensor) -> Rows:
-        """The rows of these numbers, int64 `[n]`, copied."""
-        return Rows(
-            logits=self.logits.index_select(0, index),
-            peak=self.peak.index_select(0, index),
-            temperature=self.temperature.index_select(0, index),
-            top_p=self.top_p.index_select(0, index),
-            min_p=self.min_p.index_select(0, index),
-            top_k=self.top_k.index_select(0, index),
-            key=self.key.index_select(0, index),
-        )
+    @property
+    def limited(self) -> Tensor:
+        """Which rows `top_k` leaves less than the vocabulary, `[D, 1]`."""
+        return self.top_k < self.logits.shape[1]
 
     @property
     def unit(self) -> float:
@@ -92,6 +86,7 @@ def key_tokens(keys: Tensor) -> Tensor:
     return _ID_BITS - (keys & _ID_BITS)
 
 
-def top_p_at(top_p: Tensor, mass: Tensor) -> Tensor:
-    """The units that a running sum must exceed for its token to be the last that `top_p` keeps of `mass`."""
-    return torch.minimum((top_p * mass).ceil_().to(torch.int64), mass) - 1
+def until(logit: Tensor, token: Tensor, last: Tensor) -> Tensor:
+    """Which tokens come no later than the one whose key is `last` `[D, 1]`."""
+    least = key_logits(last)
+    return (logit > least) | ((logit == least) & (token <= key_tokens(last)))

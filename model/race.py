@@ -49,14 +49,5 @@ def race_of_tokens(key: Tensor, token: Tensor, units: Tensor) -> Tensor:
     return _times(key, token + _TOKENS, units).argmin(-1, keepdim=True)
 
 
-def race_of_few(key: Tensor, token: Tensor, units: Tensor, vocab: int) -> Tensor:
-    """Both heats for rows whose kept tokens are all among `token` `[D, n]`: the winner's place `[D, 1]`."""
-    block = torch.div(token, BLOCK, rounding_mode="floor")
-    sums = torch.zeros((token.shape[0], block_count(vocab)), dtype=torch.int64, device=token.device)
-    own = sums.scatter_add_(1, block, units).gather(1, block)
-    first = _times(key, block, own).argmin(-1, keepdim=True)
-    return race_of_tokens(key, token, torch.where(block == block.gather(1, first), units, 0))
-
-
 def _times(key: Tensor, counter: Tensor, units: Tensor) -> Tensor:
     return exponential(key, counter) / units  # by zero: never

@@ -8,10 +8,8 @@ Filters keep the first of the tokens in descending order, equals by ascending id
 the best). Order and sets are those of transformers' logits warpers, except that `top_k` keeps exactly k
 tokens where the k-th ties.
 
-Weights are fp32 and their sums exact (`model/draw_rows.py`), so that the two ways to find the kept tokens
-cannot disagree: among the best few, which decides nearly every row that has a filter
-(`model/draw_narrow.py`), or in the whole vocabulary (`model/draw_wide.py`). `model/sampler_native.py` is the
-same in C++.
+Weights are fp32 and their sums exact (`model/draw_rows.py`); `model/draw.py` finds what is kept.
+`model/sampler_native.py` is the same in C++.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.draw_narrow import WIDTH, draw_narrow
+from model.draw import draw
 from model.draw_rows import Rows
-from model.draw_wide import draw_wide
 
 # Below this temperature a gap of 1e-3 between two logits is e^-100: the draw is the largest logit.
 GREEDY_TEMPERATURE = 1e-5
@@ -40,20 +37,14 @@ IdArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How the `S` rows of a step are drawn; the parameters are those of the `D` rows that race.
-
-    Where most rows do, all of them do: a greedy one as the best of one, which is the same token.
-    """
+    """How the `S` rows of a step are drawn; the parameters are those of the `D` rows that race."""
 
     rows: Tensor | None  # [D] int64: which rows they are; None if every row is greedy
-    every_row: bool  # D == S
     temperature: Tensor  # [D, 1] fp32
     top_p: Tensor  # [D, 1] fp64
     min_p: Tensor  # [D, 1] fp32
     top_k: Tensor  # [D, 1] int64, a huge number where there is no limit
     key: Tensor  # [D, 1] int64: where each row's chance comes from
-    filtered: bool  # some row keeps less than the vocabulary
-    needs_total: bool  # what some row keeps depends on what the whole vocabulary weighs
 
 
 class Sampler(Protocol):
@@ -77,40 +68,26 @@ def make_sampling(
     device: torch.device,
 ) -> SamplingBatch:
     """Arrays `[S]` of per-row parameters (top_k 0 = no limit) to one upload of each kind."""
-    greedy = temperature < GREEDY_TEMPERATURE
-    drawn = np.flatnonzero(~greedy)
-    if 2 * len(drawn) >= len(greedy):
-        drawn = np.arange(len(greedy))  # cheaper than to pick them out
-        temperature = np.where(greedy, 1.0, temperature)
-        top_k = np.where(greedy, 1, top_k)
-    no_limit = np.iinfo(np.int64).max
-    limit = np.where(top_k[drawn] > 0, top_k[drawn], no_limit)
+    drawn = np.flatnonzero(temperature >= GREEDY_TEMPERATURE)
+    limit = np.where(top_k > 0, top_k, np.iinfo(np.int64).max)[drawn]
     reals = torch.from_numpy(np.stack([temperature[drawn], top_p[drawn], min_p[drawn]]))
     reals = reals.to(device=device, dtype=torch.float64)[:, :, None]
     whole = torch.from_numpy(np.stack([limit, key[drawn]])).to(device=device, dtype=torch.int64)[:, :, None]
-    shared = top_p[drawn] < 1
     return SamplingBatch(
         rows=torch.from_numpy(drawn).to(device=device, dtype=torch.int64) if len(drawn) else None,
-        every_row=len(drawn) == len(greedy),
         temperature=reals[0].to(torch.float32),
         top_p=reals[1],
         min_p=reals[2].to(torch.float32),
         top_k=whole[0],
         key=whole[1],
-        filtered=bool((shared | (limit < no_limit) | (min_p[drawn] > 0)).any()),
-        needs_total=bool((shared & (limit > WIDTH)).any()),
     )
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The `Sampler` of PyTorch's operators, for any device: the reference."""
     best, ids = _largest(logits)
-    if batch.rows is not None and batch.every_row:
-        ids = _draw(_rows(logits, best, batch), batch)
-    elif batch.rows is not None:
-        part, peak = logits.index_select(0, batch.rows), best.index_select(0, batch.rows)
-        drawn = _draw(_rows(part, peak, batch), batch)
-        ids = ids.index_copy(0, batch.rows, drawn)
+    if batch.rows is not None:
+        ids = ids.index_copy(0, batch.rows, draw(_racing(logits, best, batch, batch.rows)))
     return torch.where(torch.isfinite(best), ids, -1)
 
 
@@ -129,7 +106,9 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tops.gather(1, part).squeeze(1), ids
 
 
-def _rows(logits: Tensor, peak: Tensor, batch: SamplingBatch) -> Rows:
+def _racing(logits: Tensor, peak: Tensor, batch: SamplingBatch, rows: Tensor) -> Rows:
+    if len(rows) < len(logits):
+        logits, peak = logits.index_select(0, rows), peak.index_select(0, rows)
     return Rows(
         logits=logits,
         peak=peak[:, None],
@@ -139,14 +118,3 @@ def _rows(logits: Tensor, peak: Tensor, batch: SamplingBatch) -> Rows:
         top_k=batch.top_k,
         key=batch.key,
     )
-
-
-def _draw(rows: Rows, batch: SamplingBatch) -> Tensor:
-    """The drawn ids `[D]`, of anything where a row is broken."""
-    if not batch.filtered:
-        return draw_wide(rows)
-    ids, sure = draw_narrow(rows, batch.needs_total)
-    undecided = torch.nonzero(~sure)[:, 0]
-    if undecided.numel() == 0:
-        return ids
-    return ids.index_copy(0, undecided, draw_wide(rows.take(undecided)))

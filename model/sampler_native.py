@@ -2,8 +2,7 @@
 `model/logprobs.py`, a call each.
 
 A row is one thread's, which reads the logits again and again while they are in its cache
-(`model/native/csrc/draw.h`). It needs one way where PyTorch's operators need two: the exact weight of the
-whole row is cheap there, and bounds how low the last token can be that a filter keeps.
+(`model/native/csrc/draw.h`). It goes the way that PyTorch's operators go (`model/draw.py`), a row at a time.
 
 A row's draw depends on its logits, parameters and key alone, not on the batch nor on threads: it always goes
 the same way, and units add up exactly in any order. Only the exponential is not PyTorch's, and may differ in

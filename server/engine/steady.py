@@ -69,8 +69,7 @@ class _Steady:
         self._row_seq = np.repeat(np.arange(len(entries)), np.diff(batch.meta.host_row_start))
         self._plain = not any(changes_logits(sequence) for sequence in self._sequences)
         params = [sequence.work.request.sampling for sequence in self._sequences]
-        every = batch.draws.sampling.every_row
-        racing = [row for row, p in enumerate(params) if every or p.temperature >= GREEDY_TEMPERATURE]
+        racing = [row for row, p in enumerate(params) if p.temperature >= GREEDY_TEMPERATURE]
         self._racing = [self._sequences[row] for row in racing]
         self._states = row_states(
             np.array([params[row].seed for row in racing], dtype=np.uint64),
@@ -149,12 +148,9 @@ class _Steady:
         keys = keys_at(self._states, np.array([s.output for s in self._racing], dtype=np.uint64))
         return SamplingBatch(
             rows=first.rows,
-            every_row=first.every_row,
             temperature=first.temperature,
             top_p=first.top_p,
             min_p=first.min_p,
             top_k=first.top_k,
             key=as_device(keys, torch.int64, self._shape.device)[:, None],
-            filtered=first.filtered,
-            needs_total=first.needs_total,
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import draw_narrow, draw_wide, sampler
+from model import draw as drawing
 from model.adjust import Adjustments, adjust
 from model.draw_rows import Rows
 from model.native.library import NativeLibrary
@@ -25,14 +25,12 @@ DEFAULTS: Row = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "ke
 
 SAMPLERS = {"torch": lambda: "PyTorch's operators", "native": native, "avx2": avx2}
 
-# (WIDTH, GROUPS, GROUP, BUCKETS): what is sorted at first, and how the best and the rest are found.
+# (BUCKETS, GUESS): what is sorted of the candidates, and how few of these there are at first.
 WAYS = {
-    "default": (draw_narrow.WIDTH, draw_narrow.GROUPS, draw_narrow.GROUP, draw_wide.BUCKETS),
-    "few": (8, 6, 4, 16),
-    "columns are scarce": (40, 3, 5, 3),
-    "one token, then the buckets": (1, 1, 2, 64),
-    "one bucket": (1, 1, 2, 1),
-    "all sorted": (1 << 20, 1 << 20, 1, 1),
+    "default": (drawing.BUCKETS, drawing.GUESS),
+    "no guess": (drawing.BUCKETS, 1),
+    "guessed too high, three buckets": (3, 10**9),
+    "one bucket": (1, drawing.GUESS),
 }
 
 
@@ -50,13 +48,10 @@ def sampler_of(name: str) -> Sampler:
 
 
 def go(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Have PyTorch's sampler find tokens in one of the WAYS."""
-    width, groups, group, buckets = WAYS[way]
-    monkeypatch.setattr(sampler, "WIDTH", width)
-    monkeypatch.setattr(draw_narrow, "WIDTH", width)
-    monkeypatch.setattr(draw_narrow, "GROUPS", groups)
-    monkeypatch.setattr(draw_narrow, "GROUP", group)
-    monkeypatch.setattr(draw_wide, "BUCKETS", buckets)
+    """Have PyTorch's sampler find the last token in one of the WAYS."""
+    buckets, guess = WAYS[way]
+    monkeypatch.setattr(drawing, "BUCKETS", buckets)
+    monkeypatch.setattr(drawing, "GUESS", guess)
 
 
 def batch_of(rows: Sequence[Row]) -> SamplingBatch:
@@ -69,7 +64,7 @@ def batch_of(rows: Sequence[Row]) -> SamplingBatch:
 
 
 def rows_of(logits: Tensor, rows: Sequence[Row]) -> Rows:
-    """The same as the two ways to find a token take them; no row may be greedy."""
+    """The same as `model/draw.py` takes them; no row may be greedy."""
     batch = batch_of(rows)
     peak = logits.amax(-1, keepdim=True)
     return Rows(logits, peak, batch.temperature, batch.top_p, batch.min_p, batch.top_k, batch.key)
