@@ -45,6 +45,15 @@ def no_network() -> Iterator[None]:
     patch.undo()
 
 
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """A command that runs in this process leaves handlers which end it without a word."""
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
 # Rooms whose tests start no engine.
 _WITHOUT_ENGINES = ("tests/cache/", "tests/model/", "tests/project/", "tests/text/")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.fetch import resolve_model
+from server.commands.interrupts import importing
 from server.commands.progress import progress
 from server.config import ModelOptions
 
@@ -26,7 +27,8 @@ def load_model(options: ModelOptions, meanwhile: Callable[[], object] | None = N
             options.model, cache_dir=options.cache_dir, progress=shown, hub_endpoint=options.hub_endpoint
         )
     _read_ahead(folder)
-    from server.app import load
+    with importing():
+        from server.app import load
 
     with progress() as shown:
         return load(options, folder, meanwhile, shown)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from model.fetch import resolve_config
+from server.commands.interrupts import importing
 from server.tools.plan import PlanOptions, make_plan
 from server.tools.plan_advice import advise
 
@@ -30,7 +31,7 @@ def plan(args: argparse.Namespace, model: str, hub_endpoint: str | None) -> int:
         report: Mapping[str, Any] = asdict(made) | {"advice": [asdict(each) for each in advice]}
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        from server.commands.plan_table import print_plan
-
+        with importing():
+            from server.commands.plan_table import print_plan
         print_plan(made, advice)
     return 0

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from server.commands.ending import Ending
+from server.commands.interrupts import importing
 from server.commands.listener import bind, is_local, listen, url
 from server.commands.loading import load_model
 from server.config import ServeOptions
@@ -40,8 +41,8 @@ def serve(options: ServeOptions) -> int:
             loaded = load_model(options.model, meanwhile=_import_http)
         finally:
             gc.enable()
-        from server.commands.start_table import print_start_table
-
+        with importing():
+            from server.commands.start_table import print_start_table
         print_start_table(loaded.name, loaded.facts, _warnings(options))
         # What is here now stays: walking it again and again would stop every stream for up to half a second.
         gc.freeze()

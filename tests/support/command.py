@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -54,14 +53,11 @@ class InProcess:
 
     def __call__(self, *words: str, stdin: str = "") -> Done:
         self._patch.setattr("sys.stdin", io.StringIO(stdin))
-        handler = signal.getsignal(signal.SIGTERM)
         self._capsys.readouterr()
         try:
             code = cli.main(words)
         except SystemExit as leaving:
             code = int(str(leaving.code))
-        finally:
-            signal.signal(signal.SIGTERM, handler)
         said = self._capsys.readouterr()
         return Done(code, said.out, said.err)
 

@@ -72,7 +72,7 @@ def test_a_signal_keeps_what_is_done(nine: Path, tmp_path: Path, number: signal.
     timer.cancel()
     assert process.returncode == code, said + rest
     assert "Traceback" not in said + rest
-    assert number is signal.SIGTERM or rest.splitlines()[-1] == "headroom compare: interrupted"
+    assert number is signal.SIGTERM or rest.splitlines()[-1] == "headroom: interrupted"
     read = json.loads(path.read_text())
     assert read["complete"] is False
     native, mha, mqa = read["modes"]
