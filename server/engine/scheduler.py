@@ -139,7 +139,7 @@ class Scheduler:
         for sequence in tuple(self.running):
             if sequence.slot is None:
                 break  # pushed out by one before it, and so is everything behind
-            count = 1 if sequence.pending == 1 else min(sequence.pending, budget)
+            count = 1 if sequence.pending == 1 else _chunk(sequence, budget)
             if count == 0:
                 continue
             if self._make_room(sequence, sequence.computed + count):
@@ -186,7 +186,7 @@ class Scheduler:
                 return
             if not opened:
                 return
-            count = min(sequence.pending, budget)
+            count = _chunk(sequence, budget)
             assert sequence.slot is not None
             if not self._manager.extend(sequence.slot, sequence.computed + count):
                 self._push_out(sequence)  # it was said to fit; another try, another step
@@ -277,6 +277,19 @@ class Scheduler:
             self._counters.prompt_tokens += len(sequence.prompt)
             self._counters.cached_tokens += opened.cached_tokens
         return True
+
+
+def _chunk(sequence: Sequence, budget: int) -> int:
+    """How many of its pending tokens run in a step that has room for `budget`.
+
+    A prompt's last token stays for the next step if other choices wait for that prompt: so all of them draw at
+    once, and the first has not gone, after an answer of one token, before the others could share its blocks.
+    """
+    count = min(sequence.pending, budget)
+    draws = count == sequence.pending and sequence.output == 0 and sequence.work.request.max_tokens > 0
+    if count > 1 and draws and any(s.waits for s in sequence.work.siblings(sequence)):
+        count -= 1
+    return count
 
 
 def _take_out(line: list[Sequence], sequence: Sequence) -> None:

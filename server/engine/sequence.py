@@ -66,6 +66,11 @@ class Sequence:
         return self.length - self.computed
 
     @property
+    def waits(self) -> bool:
+        """Whether it is in the queue."""
+        return self.slot is None and self.finish is None
+
+    @property
     def readable(self) -> int | None:
         """How many of its tokens may come from the prefix index, because nothing is owed that only running
         them tells; None if any may."""

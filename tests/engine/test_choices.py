@@ -57,11 +57,29 @@ def test_choices_share_the_prompt(small: Path) -> None:
     kv = answers[-1].kv
     assert kv is not None
     assert kv.blocks == kv.exclusive == 2 * (2 + 3), "two shared blocks, three tails, for each of 2 KV heads"
-    # The peak is the first choice's last step: 4 of its 5 outputs are written, of the others' one less.
-    assert kv.tokens == 32 + (8 + 4) + 2 * (8 + 3)
+    # All three draw in the same steps, so at the peak, the last one, each has written 4 of its 5 outputs.
+    assert kv.tokens == 32 + 3 * (8 + 4)
     assert kv.cached_tokens == 0
     assert engine.stats().prompt_tokens == 40
     assert engine.stats().batched_tokens == 40 + 2 + 3 * 4, "the prompt ran once; a fork reruns one token"
+
+
+@pytest.mark.parametrize("length", [2, 32, 33, 200])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_choices_of_one_token_run_the_prompt_once_and_draw_together(
+    small: Path, oracle: Oracle, length: int, prefix_cache: bool
+) -> None:
+    """All tokens but the last in one step (they fit), then the last for each choice: two steps, whatever n is."""
+    prompt, n = prompt_of(length, 43), 20
+    engine = checked(fp32_engine(small, prefix_cache=prefix_cache)[0])
+    (answers,) = run(engine, [greedy_request(prompt, 1, n=n, sampling=SEEDED)])
+    assert [answer.ids for answer in answers] == [drawn_alone(oracle, prompt, 1, copy) for copy in range(n)]
+    assert engine.stats().batched_tokens == length - 1 + n
+    assert engine.stats().steps == 2
+    kv = answers[-1].kv
+    assert kv is not None
+    tail = (length - 1) // 16
+    assert kv.blocks == 2 * (tail + n), "whole blocks are shared, and each choice has its own tail"
 
 
 def test_a_sibling_goes_on_when_the_first_is_gone(small: Path, oracle: Oracle) -> None:
