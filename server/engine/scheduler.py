@@ -282,8 +282,8 @@ class Scheduler:
 def _chunk(sequence: Sequence, budget: int) -> int:
     """How many of its pending tokens run in a step that has room for `budget`.
 
-    A prompt's last token stays for the next step if other choices wait for that prompt: so all of them draw at
-    once, and the first has not gone, after an answer of one token, before the others could share its blocks.
+    A prompt's last token stays for the next step if other choices wait for that prompt: so all of them draw
+    at once, and an answer of one token is not over before the others could share its blocks.
     """
     count = min(sequence.pending, budget)
     draws = count == sequence.pending and sequence.output == 0 and sequence.work.request.max_tokens > 0

@@ -69,7 +69,7 @@ def test_choices_share_the_prompt(small: Path) -> None:
 def test_choices_of_one_token_run_the_prompt_once_and_draw_together(
     small: Path, oracle: Oracle, length: int, prefix_cache: bool
 ) -> None:
-    """All tokens but the last in one step (they fit), then the last for each choice: two steps, whatever n is."""
+    """All tokens but the last in one step (they fit), then the last for each choice: two steps for any n."""
     prompt, n = prompt_of(length, 43), 20
     engine = checked(fp32_engine(small, prefix_cache=prefix_cache)[0])
     (answers,) = run(engine, [greedy_request(prompt, 1, n=n, sampling=SEEDED)])
