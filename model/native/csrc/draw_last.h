@@ -51,7 +51,7 @@ class Candidates {
   Candidates(const Row& row, const float* weight, float bound, bool counted, const Tokens& tokens)
       : row_(row), tokens_(tokens) {
     collect(bound);
-    fill(weight, bound);
+    fill(weight);
     for (int64_t i = 0; counted && i < found_; ++i) ++count_[tokens_.bucket[i]];
   }
 
@@ -93,12 +93,14 @@ class Candidates {
     }
   }
 
-  // Buckets of equal steps from the peak to the bound; rounding is monotone, and halves do not overflow.
-  void fill(const float* weight, float bound) {
-    const float half = row_.peak / 2, step = std::max(half - bound / 2, 1e-30f) / kBuckets, unit = row_.unit();
+  // Buckets of equal steps from the peak to the lowest; rounding is monotone, and halves do not overflow.
+  void fill(const float* weight) {
+    const float half = row_.peak / 2, unit = row_.unit();
+    float lowest = row_.peak;
+    for (int64_t i = 0; i < found_; ++i) lowest = std::min(lowest, row_.logits[tokens_.id[i]]);
+    const float steps = kBuckets / std::max(half - lowest / 2, 1e-30f);
     for (int64_t i = 0; i < found_; ++i) {
-      const int32_t id = tokens_.id[i];
-      tokens_.bucket[i] = std::min(int((half - row_.logits[id] / 2) * (1 / step)), kBuckets - 1);
+      tokens_.bucket[i] = std::min(int((half - row_.logits[tokens_.id[i]] / 2) * steps), kBuckets - 1);
     }
     for (int64_t i = 0; i < found_; ++i) tokens_.units[i] = units_of(weight[tokens_.id[i]], unit);
     for (int64_t i = 0; i < found_; ++i) units_[tokens_.bucket[i]] += tokens_.units[i];

@@ -48,7 +48,7 @@ Tensor to_panels_op(const Tensor& weight) {
 Tensor settle_op(const Tensor& packed) {
   require(is_plain(packed), "what settles must be contiguous and on the CPU");
   std::shared_ptr<char> memory = WeightMemory::shared().take(packed.nbytes());
-  std::memcpy(memory.get(), packed.const_data_ptr(), packed.nbytes());
+  if (packed.nbytes() > 0) std::memcpy(memory.get(), packed.const_data_ptr(), packed.nbytes());
   char* start = memory.get();
   return at::from_blob(start, packed.sizes(), [memory = std::move(memory)](void*) {}, packed.options());
 }
