@@ -215,7 +215,7 @@ def _windows(fields: Fields, traits: _Family, layers: int) -> tuple[int | None, 
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
         raise fields.fail(f"layer_types is {kinds!r}; supported in it are {', '.join(known)}")
     if len(kinds) != layers:
-        raise fields.fail(f"layer_types has {len(kinds)} entries; it must have num_hidden_layers ({layers})")
+        raise fields.fail(f"layer_types is {len(kinds)} long; it must be num_hidden_layers ({layers})")
     if window is None and "sliding_attention" in kinds:
         raise fields.fail("layer_types asks for sliding_attention, but no sliding window is switched on")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -8,7 +8,7 @@ from pathlib import Path
 from model.convert_folder import check_out
 from model.fetch import resolve_model
 from server.commands.progress import progress
-from server.engine.units import format_bytes
+from server.engine.units import format_bytes, plural
 from server.tools.convert import Converted, ConvertOptions, convert
 from server.tools.fitting import fitter
 
@@ -27,7 +27,7 @@ def run_convert(args: argparse.Namespace, cache_dir: Path, hub_endpoint: str | N
 
 def told(done: Converted) -> str:
     """One line for people about what was written."""
-    where = "1 file" if done.files == 1 else f"{done.files} files"
+    where = plural(done.files, "file")
     kind = "the answers stay the same (repeated heads)"
     if done.mode.lossy:
         kind = f"lossy, the answers change (head map {done.head_map})"

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from server.commands.start_table import attention_kind
 from server.engine.device import DTYPES
-from server.engine.units import format_bytes
+from server.engine.units import format_bytes, plural
 from server.tools.plan import DEFAULT_USERS, Plan, Row
 from server.tools.plan_advice import Advice
 
@@ -44,11 +44,14 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     own = " (the model's own)" if plan.context == plan.max_context else f" (of {plan.max_context:,})"
     blocks = [f"{format_bytes(rows[0].block_bytes)} in {dtypes}" for rows, dtypes in _by_size(plan)]
     facts = [
-        ("model", f"{plan.family}, {plan.layers} layers, head_dim {plan.head_dim}"),
+        ("model", f"{plan.family}, {plural(plan.layers, 'layer')}, head_dim {plan.head_dim}"),
         ("attention", attention_kind(plan.q_heads, plan.kv_heads)),
         ("weights", f"{_millions(plan.parameters)} parameters, {weights} in {dtype}, beside the cache"),
         ("context", f"{plan.context:,} tokens, prompt and answer together{own}"),
-        ("a block", f"{plan.block_size} tokens of one KV head: {', '.join(blocks)}"),
+        (
+            "a block",
+            f"{plural(plan.block_size, 'token')} of one KV head: {', '.join(blocks)}",
+        ),
     ]
     pool = plan.rows[0].pool
     if pool is not None and plan.kv_memory is not None:

@@ -14,7 +14,7 @@ from server.app import Loaded, kv_usage
 from server.config import SamplingChoice
 from server.engine.request import FinishReason
 from server.engine.service import EngineService
-from server.engine.units import format_bytes
+from server.engine.units import format_bytes, plural
 from server.text.asks import ChatAsk, CompletionAsk, SamplingAsk
 from server.text.generate import ChoiceDelta, Done, generate
 from server.text.prepare import Prepared, Preparer
@@ -76,8 +76,8 @@ class Session:
         usage = kv_usage(self._loaded, self._loaded.facts.variants[0].name, reply.done.kv)
         held, as_mha = format_bytes(usage["bytes_peak"]), format_bytes(usage["mha_equivalent_bytes"])
         return (
-            f"{tokens} tokens in {reply.seconds:.1f} s, {tokens / max(reply.seconds, 1e-9):.0f} a second; "
-            f"KV cache {held}, as MHA {as_mha}"
+            f"{plural(tokens, 'token')} in {reply.seconds:.1f} s, "
+            f"{tokens / max(reply.seconds, 1e-9):.0f} a second; KV cache {held}, as MHA {as_mha}"
         )
 
     async def _start(self) -> None:

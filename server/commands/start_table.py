@@ -9,7 +9,7 @@ from rich.table import Table
 
 from server import __version__
 from server.engine.facts import EngineFacts, VariantFacts
-from server.engine.units import format_bytes
+from server.engine.units import format_bytes, plural
 
 _WIDTH = 110  # where standard output is no terminal and so has no width of its own
 _MODE_COLUMNS = (
@@ -46,18 +46,19 @@ def attention_kind(q_heads: int, kv_heads: int) -> str:
     kind = "MHA" if kv_heads == q_heads else "MQA" if kv_heads == 1 else "GQA"
     group = q_heads // kv_heads
     readers = "1 query head reads" if group == 1 else f"{group} query heads read"
-    return f"{kind}, {q_heads} query heads and {_kv_heads(kv_heads)}: {readers} each"
+    return f"{kind}, {plural(q_heads, 'query head')} and {plural(kv_heads, 'KV head')}: {readers} each"
 
 
 def _rows(name: str, facts: EngineFacts) -> list[tuple[str, str]]:
+    layers = plural(facts.num_layers, "layer")
     rows = [
-        ("model", f"{name} ({facts.family}, {facts.num_layers} layers, head_dim {facts.head_dim})"),
+        ("model", f"{name} ({facts.family}, {layers}, head_dim {facts.head_dim})"),
         ("attention", _attention(facts)),
         ("weights", _weights(facts)),
         (
             "pool",
             f"{format_bytes(facts.pool_bytes)} ({facts.pool_reason}): {facts.total_blocks:,} blocks "
-            f"of {format_bytes(facts.block_bytes)}, each {facts.block_size} tokens of one KV head",
+            f"of {format_bytes(facts.block_bytes)}, each {plural(facts.block_size, 'token')} of one KV head",
         ),
         ("", f"{facts.pool_audit} (padding's block included)"),
     ]
@@ -85,7 +86,8 @@ def _attention(facts: EngineFacts) -> str:
     if len(facts.variants) == 1:
         return attention_kind(facts.q_heads, facts.variants[0].kv_heads)
     return (
-        f"{facts.q_heads} query heads and the checkpoint's own {_kv_heads(facts.kv_heads)}; "
+        f"{plural(facts.q_heads, 'query head')} and the checkpoint's own "
+        f"{plural(facts.kv_heads, 'KV head')}; "
         f"{len(facts.variants)} modes of one copy of the weights, in one pool"
     )
 
@@ -142,7 +144,3 @@ def _owns(facts: EngineFacts, mode: VariantFacts) -> str:
         return "none"
     share = mode.weight_bytes / facts.checkpoint_bytes
     return f"{format_bytes(mode.weight_bytes)} ({share:.1%})"
-
-
-def _kv_heads(count: int) -> str:
-    return "1 KV head" if count == 1 else f"{count} KV heads"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from server.engine.units import plural
+
 
 class EngineError(Exception):
     """The engine refused or could not do something; the message is fit for a client."""
@@ -12,8 +14,8 @@ class QueueFull(EngineError):
 
     def __init__(self, queued: int, limit: int, retry_after: int) -> None:
         super().__init__(
-            f"{queued} requests are waiting already and the limit is {limit} (--max-queued); "
-            f"try again in about {retry_after} s"
+            f"{plural(queued, 'request is', 'requests are')} waiting already and "
+            f"the limit is {limit} (--max-queued); try again in about {retry_after} s"
         )
         self.retry_after = retry_after
 

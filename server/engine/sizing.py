@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cache.layout import KVLayout
-from model.modes import Mode
+from model.modes import Mode, counted
 from server.engine.errors import ConfigError
-from server.engine.units import exact_size, format_bytes
+from server.engine.units import exact_size, format_bytes, plural
 
 DEFAULT_POOL = 2 << 30  # bytes, at most, on a CPU
 DEFAULT_FRACTION = 0.9  # of what a GPU has left
@@ -84,12 +84,13 @@ def _narrower(mode: Mode, fits: int, length: int, layout: KVLayout) -> str:
     """What a user is told of a mode whose KV heads leave it a shorter context than the first mode's."""
     need = layout.physical_blocks(length, mode.kv_heads) * layout.block_bytes
     holds = (
-        f"the pool holds {fits} tokens of one sequence, not {length}"
+        f"the pool holds {plural(fits, 'token')} of one sequence, not {length}"
         if fits
-        else f"the pool cannot hold a single block of {layout.block_size} tokens, and requests are refused"
+        else f"the pool cannot hold a single block of {plural(layout.block_size, 'token')}, and "
+        "requests are refused"
     )
     enough = exact_size(need)
-    return f"{mode.name} takes {mode.kv_heads} KV heads: {holds}; raise --kv-memory to {enough} for all"
+    return f"{mode.name} takes {counted(mode.kv_heads)}: {holds}; raise --kv-memory to {enough} for all"
 
 
 def _check_asked(

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them."""
+"""Amounts as people write and read them."""
 
 from __future__ import annotations
 
@@ -52,3 +52,8 @@ def format_bytes(count: int) -> str:
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """`1 token`, `2 tokens`; `many` where an s does not make it."""
+    return f"{count} {one if count == 1 else many or f'{one}s'}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+from server.engine.units import plural
 
 
 class RequestError(Exception):
@@ -43,8 +45,12 @@ def shown(value: object) -> str:
         case str():
             return repr(value) if len(value) <= 60 else f"{value[:60]!r}... ({len(value)} characters)"
         case Mapping():
-            return f"an object with {len(value)} entries"
+            return f"an object with {_entries(value)}"
         case Sequence():
-            return f"a list with {len(value)} entries"
+            return f"a list with {_entries(value)}"
         case _:
             return repr(value)[:80]
+
+
+def _entries(value: Collection[object]) -> str:
+    return plural(len(value), "entry", "entries")

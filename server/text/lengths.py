@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from server.engine.units import plural
 from server.text.errors import RequestError, shown
 
 CODE = "context_length_exceeded"
 
 
-def too_long(name: str, tokens: str, limit: int) -> RequestError:
-    """A prompt that fills the context, or more, whatever is asked for."""
+def too_long(name: str, length: int, limit: int, *, at_least: bool = False) -> RequestError:
+    """A prompt that fills the context, or more, whatever is asked for; it may be longer than was counted."""
     way = "Shorten it."
     if limit < 2:  # one token in, one out; some modes of a small pool have not even that
         way = "No prompt fits: there is too little room for this attention mode. Ask for another mode."
     return RequestError(
-        f"{name} has {tokens} tokens; prompt and output together may have {limit}. {way}", name, CODE
+        f"{name} has {'at least ' if at_least else ''}{plural(length, 'token')}; prompt and output "
+        f"together may have {limit}. {way}",
+        name,
+        CODE,
     )
 
 
@@ -46,9 +50,9 @@ class Budget:
 
     def _exceeded(self, name: str, length: int) -> RequestError:
         if length >= self.limit or self.asked is None:
-            return too_long(name, str(length), self.limit)
+            return too_long(name, length, self.limit)
         return RequestError(
-            f"{self.name}: {name} has {length} tokens and {self.name} is {shown(self.asked)}, "
+            f"{self.name}: {name} has {plural(length, 'token')} and {self.name} is {shown(self.asked)}, "
             f"{shown(length + self.asked)} in all; prompt and output together may have {self.limit}. "
             f"Shorten the prompt or lower {self.name}.",
             self.name,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.engine.request import SamplingParams
+from server.engine.units import plural
 from server.text.asks import SamplingAsk
 from server.text.checks import integer, refuse, text
 from server.text.defaults import SamplingDefaults
@@ -54,7 +55,9 @@ def _choices(asked: Any, prompts: int) -> int:
     n = 1 if asked is None else integer("n", asked, 1, MAX_CHOICES)
     if n * prompts > MAX_CHOICES:
         raise RequestError(
-            f"n: {prompts} prompts times n={n} make {n * prompts} choices; the limit is {MAX_CHOICES}.", "n"
+            f"n: {plural(prompts, 'prompt')} times n={n} make {n * prompts} choices; the limit is "
+            f"{MAX_CHOICES}.",
+            "n",
         )
     return n
 

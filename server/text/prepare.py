@@ -177,13 +177,13 @@ class Preparer:
         for name, content in zip(names, texts, strict=True):
             at_least = self._tokenizer.min_tokens(content.encode())
             if at_least > variant.max_len:
-                raise too_long(name, f"at least {at_least}", variant.max_len)
+                raise too_long(name, at_least, variant.max_len, at_least=True)
         encoded = []
         for name, content in zip(names, texts, strict=True):
             encoded.append(await self.tokenize(content, special=special, name=name))
             await asyncio.sleep(0)  # short ones are tokenised at once, and there may be 128 of them
             if len(encoded[-1]) > variant.max_len:  # then the others need not be read
-                raise too_long(name, str(len(encoded[-1])), variant.max_len)
+                raise too_long(name, len(encoded[-1]), variant.max_len)
         return encoded
 
     async def _echo(

@@ -10,7 +10,7 @@ from model.calibration import Calibration
 from model.config import ModelConfig
 from model.convert import AveragedRows, RepeatedRows, Rewrite, aligned_rows, no_form
 from model.convert_folder import check_out, convert_folder
-from model.modes import Heads, Mode, parse_mode
+from model.modes import Heads, Mode, counted, parse_mode
 from model.progress import Progress
 from server.engine.device import DTYPES
 from server.engine.errors import ConfigError
@@ -76,7 +76,7 @@ def _choose(config: ModelConfig, options: ConvertOptions) -> tuple[Mode, str]:
     mode = parse_mode(options.attention, Heads(config.num_heads, config.num_kv_heads))
     if mode.kv_heads == config.num_kv_heads:
         raise ConfigError(
-            f"--attention {options.attention}: the checkpoint has {_heads(mode.kv_heads)} already; "
+            f"--attention {options.attention}: the checkpoint has {counted(mode.kv_heads)} already; "
             "there is nothing to convert"
         )
     if not mode.lossy:
@@ -106,7 +106,3 @@ def _kv_dtype(config: ModelConfig, dtype: str) -> str:
     if dtype != "auto":
         return dtype
     return str(config.torch_dtype).removeprefix("torch.") if config.torch_dtype else "float32"
-
-
-def _heads(count: int) -> str:
-    return "1 KV head" if count == 1 else f"{count} KV heads"

@@ -18,6 +18,7 @@ from torch import Tensor
 from model.errors import ModelError
 from server.engine.errors import ConfigError
 from server.engine.scoring import Scorer, Scoring
+from server.engine.units import plural
 from server.text.samples import held_out
 from server.text.tokenizer import Tokenizer
 
@@ -106,7 +107,9 @@ def own_text(path: Path, tokenizer: Tokenizer, longest: int) -> QualityText:
         raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start})") from None
     ids = tokenizer.encode_rendered(text)
     if len(ids) < LEAST_TOKENS:
-        raise ConfigError(f"{path}: the text has {len(ids)} tokens; scoring needs at least {LEAST_TOKENS}")
+        raise ConfigError(
+            f"{path}: the text has {plural(len(ids), 'token')}; scoring needs at least {LEAST_TOKENS}"
+        )
     return QualityText(path.name, "the user's own text", cut(ids, _start(text, ids, tokenizer), longest))
 
 

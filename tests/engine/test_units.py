@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server.engine.units import exact_size, format_bytes, parse_size
+from server.engine.errors import QueueFull
+from server.engine.units import exact_size, format_bytes, parse_size, plural
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,10 @@ def test_sizes_for_people(count: int, text: str) -> None:
 def test_an_exact_size_is_read_back_as_it_was(count: int, text: str) -> None:
     assert exact_size(count) == text
     assert parse_size(text) == count
+
+
+def test_one_and_many() -> None:
+    assert [plural(count, "token") for count in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
+    assert [plural(count, "entry", "entries") for count in (1, 2)] == ["1 entry", "2 entries"]
+    assert str(QueueFull(1, 1, 2)).startswith("1 request is waiting already and the limit is 1 (")
+    assert str(QueueFull(2, 2, 2)).startswith("2 requests are waiting already")

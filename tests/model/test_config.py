@@ -203,7 +203,7 @@ def test_refused_with_key_value_and_limit(case: str) -> None:
 @pytest.mark.parametrize(
     ("kinds", "message"),
     [
-        (["full_attention"] * 3, r"layer_types has 3 entries; .*num_hidden_layers \(4\)"),
+        (["full_attention"] * 3, r"layer_types is 3 long; .*num_hidden_layers \(4\)"),
         (["full_attention"] * 3 + ["chunked_attention"], r"layer_types is .*chunked_attention"),
         ("full_attention", r"layer_types is 'full_attention'"),
         (["sliding_attention"] * 4, r"sliding_attention, but no sliding window"),

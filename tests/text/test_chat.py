@@ -141,7 +141,7 @@ async def test_text_parts_are_joined_by_a_newline(tmp_path: Path) -> None:
         (
             [{"role": "user", "content": [{"type": {"a": 1}}]}],
             "messages[0].content",
-            "this is an object with 1",
+            "this is an object with 1 entry",
         ),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls", "not supported"),
         ([{"role": "user", "content": "\ud800"}], "messages", "surrogate"),

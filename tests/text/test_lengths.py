@@ -48,12 +48,15 @@ def test_one_bad_prompt_refuses_the_list() -> None:
 
 
 def test_too_long_says_where() -> None:
-    assert too_long("messages", "at least 9", 8).message.startswith("messages has at least 9 tokens;")
+    assert too_long("messages", 9, 8, at_least=True).message.startswith("messages has at least 9 tokens;")
 
 
 def test_a_mode_without_room_does_not_ask_for_less() -> None:
     """Where the pool holds no token in and one out in a mode, a shorter prompt is no help."""
     for limit in (0, 1):
-        with pytest.raises(RequestError, match=rf"may have {limit}\. No prompt fits: .*another mode"):
+        with pytest.raises(
+            RequestError, match=rf"may have {limit}\. No prompt fits: .*another mode"
+        ) as caught:
             Budget(limit, None, "max_tokens", 16).max_tokens(["prompt"], [1])
-    assert too_long("prompt", "2", 2).message.endswith("Shorten it.")
+        assert caught.value.message.startswith("prompt has 1 token;")
+    assert too_long("prompt", 2, 2).message.endswith("Shorten it.")

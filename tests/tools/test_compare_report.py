@@ -95,7 +95,7 @@ def test_what_is_missing_is_a_dash(folder: Path, capsys: pytest.CaptureFixture[s
     assert table["peak live bytes"] == ["–", "589,824", "–"]
     assert table["users that fit"] == table["perplexity"] == ["–"] * 3
     assert table["bytes a token"] == ["768", "2,304", "256"]
-    assert "– was not measured" in said
+    assert "where there is a –, nothing was measured" in said
 
 
 @pytest.mark.parametrize(("slowest", "told"), [(20.1, False), (19.9, True)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.engine.units import format_bytes
+from server.engine.units import format_bytes, plural
 from server.tools.compare.results import Comparison, FixedWork, ModeFacts
 
 _STEADY = 1.5  # times: rounds on an idle machine differ by less
@@ -46,8 +46,9 @@ def headline(found: Comparison) -> tuple[str, ...]:
     where = machine.gpu or f"{machine.cpu}, {machine.threads} of {machine.cores} cores"
     version = found.headroom + (f" at {found.commit}" if found.commit else "")
     return (
-        f"{setup.model}: {setup.family}, {setup.layers} layers{run}, {setup.q_heads} query heads and "
-        f"{setup.kv_heads} KV heads of {setup.head_dim}; {weights}{setup.dtype}{quantised}",
+        f"{setup.model}: {setup.family}, {plural(setup.layers, 'layer')}{run}, "
+        f"{plural(setup.q_heads, 'query head')} and {plural(setup.kv_heads, 'KV head')} of {setup.head_dim}; "
+        f"{weights}{setup.dtype}{quantised}",
         f"{where}; torch {machine.torch}",
         f"Headroom {version}; {found.date}",
     )
@@ -58,7 +59,7 @@ def ending(found: Comparison) -> tuple[str, ...]:
     notes = (*found.notes, *_busy(found))
     if found.complete:
         return (*notes, f"Measured in {found.seconds:.0f} s.")
-    return (*notes, f"Stopped after {found.seconds:.0f} s: {_NONE} was not measured.")
+    return (*notes, f"Stopped after {found.seconds:.0f} s; where there is a {_NONE}, nothing was measured.")
 
 
 def _busy(found: Comparison) -> tuple[str, ...]:
@@ -143,11 +144,6 @@ def _quality(found: Comparison) -> Section:
             Measure("same top-1 token", lambda m: _share(done[m.mode].top1) if m.mode in done else _NONE),
         ),
     )
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 user`, `2 users`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _count(value: int | None) -> str:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.engine.errors import ConfigError
-from server.engine.units import format_bytes
-from server.tools.compare.lines import plural
+from server.engine.units import format_bytes, plural
 from server.tools.compare.results import Comparison, FixedWork
 
 if TYPE_CHECKING:
