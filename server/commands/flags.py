@@ -74,7 +74,7 @@ def _add_cache(cache: Group) -> None:
         "--kv-fraction",
         type=number(0, 1, above=True),
         metavar="F",
-        help="share of the GPU memory that weights and work leave free (default on CUDA: 0.9)",
+        help="share of the memory that weights and work leave free (default on CUDA: 0.9)",
     )
     add_block_size(cache)
     cache.add_argument(

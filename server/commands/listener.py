@@ -56,6 +56,13 @@ def url(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
+def where(listener: socket.socket) -> str:
+    """The same in words, with what a URL does not say: whether others find it too."""
+    if ip_address(listener.getsockname()[0]).is_unspecified:
+        return f"all addresses (from here {url(listener)})"
+    return url(listener)
+
+
 def is_local(host: str) -> bool:
     """Whether only this machine can reach a server bound to `host`."""
     try:

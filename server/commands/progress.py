@@ -1,4 +1,4 @@
-"""Draws the progress of downloads and conversions: a bar in a terminal, a line for each phase elsewhere."""
+"""Draws the progress of downloads and conversions: a bar in a terminal that can, a line a phase elsewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from model.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _LINE_SECONDS = 15.0  # between two lines of a phase
 _BYTES = 2**20  # a phase of at least this total is counted in bytes, a smaller one in percent
@@ -19,11 +23,11 @@ def progress() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield _Lines()
         return
-    bar = _Bar()
+    shown = _Terminal()
     try:
-        yield bar
+        yield shown
     finally:
-        bar.close()
+        shown.close()
 
 
 class _Lines:
@@ -42,14 +46,38 @@ class _Lines:
             print(f"{self._label}: {100 * done // self._total} %", file=sys.stderr, flush=True)
 
 
-class _Bar:
-    """A bar drawn by rich, which is imported only when there is something to draw."""
+class _Terminal:
+    """A bar, or lines where the terminal is a dumb one. rich, which knows, is imported only when there is
+    something to draw."""
 
     def __init__(self) -> None:
+        self._drawn: _Bar | _Lines | None = None
+
+    def start(self, label: str, total: int | None) -> None:
+        if self._drawn is None:
+            from rich.console import Console
+
+            console = Console(stderr=True)
+            self._drawn = _Bar(console) if console.is_interactive else _Lines()
+        self._drawn.start(label, total)
+
+    def update(self, done: int) -> None:
+        if self._drawn is not None:
+            self._drawn.update(done)
+
+    def close(self) -> None:
+        if isinstance(self._drawn, _Bar):
+            self._drawn.close()
+
+
+class _Bar:
+    """A bar drawn by rich."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._begun = False
 
     def start(self, label: str, total: int | None) -> None:
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -68,7 +96,7 @@ class _Bar:
             TextColumn("{task.description}"),
             BarColumn(),
             *count,
-            console=Console(stderr=True),
+            console=self._console,
             transient=True,
         )
         self._bars.start()

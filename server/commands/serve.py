@@ -15,11 +15,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from model.fetch import needs_hub, resolve_config
+from model.modes import Heads, parse_modes
 from server.commands.ending import Ending
 from server.commands.interrupts import importing
-from server.commands.listener import bind, is_local, listen, url
+from server.commands.listener import bind, is_local, listen, url, where
 from server.commands.loading import load_model
 from server.config import ServeOptions
+from server.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from server.app import Loaded
@@ -35,7 +38,7 @@ def serve(options: ServeOptions) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     for room in ("headroom", "server", "model", "cache"):
         logging.getLogger(room).setLevel(options.log_level.upper())
-    with contextlib.closing(bind(options.host, options.port)) as listener:
+    with contextlib.closing(_bind(options)) as listener:
         gc.disable()  # imports and weights make a million objects, all of which stay
         try:
             loaded = load_model(options.model, meanwhile=_import_http)
@@ -49,6 +52,25 @@ def serve(options: ServeOptions) -> int:
         listen(listener, options.host)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(loaded, options, listener))
+
+
+def _bind(options: ServeOptions) -> socket.socket:
+    """The port, before a weight is read. Where it cannot be had, it is first said what else would be wrong,
+    if that costs no download; else it is found out as the model is loaded."""
+    engine, model = options.model.engine, options.model.model
+    from_hub = needs_hub(model)
+    try:
+        return bind(options.host, options.port)
+    except ConfigError:
+        with importing():
+            from server.engine.build import check_options
+            from server.engine.device import choose_device
+        check_options(engine)
+        choose_device(engine.device)
+        if not from_hub:
+            config = resolve_config(model)
+            parse_modes(engine.attention, Heads(config.num_heads, config.num_kv_heads))
+        raise
 
 
 def _warnings(options: ServeOptions) -> tuple[str, ...]:
@@ -134,7 +156,7 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
         if no_chat is not None:
             _log.info("chat is refused: %s", no_chat)
         default = next(iter(loaded.served.names))
-        _print_url(default, url(listener), keyed=bool(options.api_keys), chat=no_chat is None)
+        _print_url(default, listener, keyed=bool(options.api_keys), chat=no_chat is None)
         await server.serve([listener])
     finally:
         await service.stop()
@@ -143,7 +165,7 @@ async def _serve(loaded: Loaded, options: ServeOptions, listener: socket.socket)
     return ending.code
 
 
-def _print_url(model: str, base: str, *, keyed: bool, chat: bool) -> None:
+def _print_url(model: str, listener: socket.socket, *, keyed: bool, chat: bool) -> None:
     """The last lines before the first request: where, and a command to try."""
     path: str = "/v1/completions"
     ask: dict[str, object] = {"prompt": "The capital of France is"}
@@ -154,7 +176,8 @@ def _print_url(model: str, base: str, *, keyed: bool, chat: bool) -> None:
     body = {"model": model, "stream": True, "temperature": 0, **ask}
     key = "-H 'authorization: Bearer YOUR_KEY' " if keyed else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False, separators=(",", ":")))
-    print(f"\nListening on {base}, Ctrl-C stops. Try it:\n")
+    base = url(listener)
+    print(f"\nListening on {where(listener)}, Ctrl-C stops. Try it:\n")
     print(
         f"  curl -N {base}{path} {key}-H 'content-type: application/json' \\\n    -d {data}\n",
         flush=True,

@@ -38,7 +38,8 @@ commands:
   fetch [MODEL]             download a model and print its folder
   plan [MODEL]              what its KV cache costs, and how many users fit
   compare [MODEL]           measure what its attention modes save, and cost
-  convert MODEL OUT         write a model again with other KV heads
+  convert MODEL --attention MODE OUT
+                            write a model again with other KV heads
   kernels                   compile the CPU kernels now, not at the first start
 
 MODEL:
@@ -196,7 +197,7 @@ def _convert(words: Sequence[str], env: Mapping[str, str]) -> Job:
     parser.add_argument("model", metavar="MODEL", help=flags.MODEL_HELP.removesuffix(" (the default)"))
     parser.add_argument("out", metavar="OUT", help="the folder to write: new, or empty")
     add_convert_flags(parser)
-    args = parser.parse_intermixed_args(words)
+    args = parser.parse_args(words)  # intermixed, of all that is missing it would name the flag alone
     from model.fetch import default_cache_dir
     from server.commands.convert import run_convert
 

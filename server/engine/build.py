@@ -111,7 +111,7 @@ def _frame(
     calibration: CalibrationSource | None,
     variants: Sequence[Variant],
 ) -> _Frame:
-    _check(options)
+    check_options(options)
     config = ModelConfig.from_folder(model_folder)
     modes = modes_of(variants, config) if variants else choose_modes(options, config, calibration)
     device = choose_device(options.device)
@@ -121,8 +121,8 @@ def _frame(
     return _Frame(options, config, modes, device, dtype, layout, _limits(options, device), longest)
 
 
-def _check(options: EngineOptions) -> None:
-    """Options that need nothing else to be wrong."""
+def check_options(options: EngineOptions) -> None:
+    """Raises ConfigError for what needs no model and no device to be wrong."""
     check_weights(options)
     named = (("--kernels", options.kernels, KERNELS), ("--speculate", options.speculate, SPECULATION))
     for flag, name, known in named:

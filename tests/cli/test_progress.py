@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
@@ -27,3 +28,18 @@ def test_a_long_phase_says_how_far_it_is_every_quarter_of_a_minute(
         *(f"Fitting mqa: {100 * done // 30} %" for done in (7, 15, 23)),
         "Waiting",
     ]
+
+
+@pytest.mark.parametrize(("term", "drawn"), [("dumb", False), ("xterm", True)])
+def test_a_terminal_that_cannot_draw_gets_lines(
+    term: str, drawn: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress() as told:
+        told.start("Compiling", None)
+        told.start("Loading", 30)
+        told.update(7)
+    said = capsys.readouterr().err
+    assert ("\x1b[" in said) == drawn
+    assert drawn or said == "Compiling\nLoading\n"

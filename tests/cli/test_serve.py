@@ -70,7 +70,8 @@ def test_the_start_table_and_the_command_it_suggests(tiny_served: Path) -> None:
 def test_an_open_door_and_a_clamped_context_are_told(tiny_served: Path) -> None:
     with running(tiny_served, *SMALL, "--kv-memory", "128KiB", "--host", "0.0.0.0") as server:
         assert "warning: 0.0.0.0 can be reached from other machines, and no key is asked for" in server.log()
-        assert f"Listening on {server.url}," in server.log()
+        assert f"Listening on all addresses (from here {server.url}), Ctrl-C" in server.log()
+        assert f"curl -N {server.url}/v1/" in server.log()
         assert server.http.get("/v1/models").status_code == 200
         # 32 blocks of 4 KiB hold 16 logical ones of 2 heads, 256 tokens.
         assert "256 tokens = 1 user at the full 256 tokens (the model's own 512 do not fit" in server.log()

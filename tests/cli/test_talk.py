@@ -94,10 +94,10 @@ def test_chat_here(here: InProcess, chain: Path, sp_served: Path) -> None:
 class Terminal:
     """A command that believes it talks to a person."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, term: str = "dumb") -> None:
         self.master, slave = pty.openpty()
         self.said = ""
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": term}
         command = [sys.executable, "-m", "server.cli", *words]
         # A session of its own, with the terminal as its controlling one, so that typing ^C means SIGINT.
         self.process = subprocess.Popen(
@@ -160,3 +160,15 @@ def test_chat_at_a_terminal(terminal: Terminal) -> None:
     terminal.until("> ")
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_the_line_below_an_answer_is_dim_where_it_can_be(chain: Path, term: str) -> None:
+    terminal = Terminal("chat", str(chain), "--temperature", "0", *FLAGS, term=term)
+    try:
+        terminal.until("> ")
+        terminal.type("Hi\n")
+        terminal.until("beta")
+        assert ("\x1b[2m4 tokens in " in terminal.until("as MHA")) == (term == "xterm")
+    finally:
+        terminal.close()

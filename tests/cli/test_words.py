@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ from server.config import ServeOptions
 from server.engine.device import DTYPES
 from server.engine.options import EngineOptions
 from server.tools.compare.options import CompareOptions
-from tests.support.command import ROOT, check_one_line, headroom
+from tests.support.command import ROOT, InProcess, check_one_line, headroom
 
 COMMANDS = ("serve", "generate", "chat", "fetch", "plan", "compare", "convert")
 ALL = (*COMMANDS, "kernels")
@@ -229,6 +229,8 @@ BAD_WORDS = [
     (["generate", "m", "p", "x"], "unrecognized"),
     (["chat", "--temperature", "hot"], "'hot'"),
     (["fetch", "a", "b"], "unrecognized"),
+    (["convert"], "required: MODEL, OUT, --attention"),
+    (["convert", "m", "--attention", "mqa"], "required: OUT"),
 ]
 
 
@@ -245,13 +247,40 @@ def test_bad_words_are_one_line(words: list[str], part: str, capsys: pytest.Capt
     assert part in said.err
 
 
-def test_a_taken_port_is_found_before_the_model() -> None:
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port that another server has."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        port = other.getsockname()[1]
-        done = headroom("serve", "/nowhere/at/all", "--port", str(port))
-        check_one_line(done, f"port {port} of 127.0.0.1 is taken", "--port")
+        yield str(other.getsockname()[1])
+
+
+def test_a_taken_port_is_found_before_the_model(taken: str) -> None:
+    done = headroom("serve", "some-org/never-asked", "--port", taken)
+    check_one_line(done, f"port {taken} of 127.0.0.1 is taken", "--port")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["nosuchmodel"], "no model 'nosuchmodel'"),
+        (["/"], "config.json"),
+        (
+            ["MODEL", "--attention", "foo"],
+            "attention mode 'foo' is not known; with its KV heads, the checkpoint's modes are mqa (1)",
+        ),
+        (["--attention", "foo"], "modes are mqa (1), native (3), mha (9)"),
+        (["MODEL", "--max-batch-tokens", "3"], "--max-batch-tokens 3 is less than --max-num-seqs"),
+        (["some-org/never-asked", "--max-batch-tokens", "3"], "--max-batch-tokens 3 is less than"),
+        (["MODEL"], "is taken"),
+    ],
+)
+def test_what_is_wrong_in_the_words_is_said_before_the_port(
+    words: list[str], part: str, taken: str, here: InProcess, tiny: Callable[..., Path]
+) -> None:
+    words = [str(tiny()) if word == "MODEL" else word for word in words]
+    check_one_line(here("serve", *words, "--port", taken), part)
 
 
 def test_addresses_that_are_not_ours() -> None:

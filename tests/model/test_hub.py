@@ -142,7 +142,7 @@ def test_without_a_network_or_a_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     def fetch(name: str) -> Path:
         return resolve_model(name, cache_dir=tmp_path, hub_endpoint=hub.url, hub_cache=tmp_path / "hub")
 
-    refused(fetch, "cannot be reached", "serve a folder")
+    refused(fetch, "cannot be reached", "name a folder instead")
 
 
 def test_half_a_download_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
