@@ -33,9 +33,21 @@ def test_a_signal_at_any_moment_of_the_start(command: str, number: signal.Signal
             assert "headroom: interrupted" in err or code != 130 or over, (moment, err)
 
 
-def interrupted(words: list[str], number: signal.Signals, moment: float) -> tuple[int, str, str]:
-    """What becomes of a command that gets the signal so long after its handlers are there. A signal that was
-    lost would let a server run on: it is killed, which is a code of its own."""
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+def test_its_echo_changes_nothing(number: signal.Signals, tiny_served: Path) -> None:
+    """`timeout` and `make` pass a signal on to a process that has had it already."""
+    words = ["serve", str(tiny_served), "--port", "0"]
+    for moment in (0.3, 0.6, 0.9, 1.2):
+        code, out, err = interrupted(words, number, moment, echo=0.004)
+        assert code == CODES[number] or "Listening" in out, (moment, code, err)
+        assert "Traceback" not in err and err.count("interrupted") <= 1, (moment, err)
+
+
+def interrupted(
+    words: list[str], number: signal.Signals, moment: float, echo: float | None = None
+) -> tuple[int, str, str]:
+    """What becomes of a command that gets the signal so many seconds after its handlers are there, and once
+    more after `echo`. One that was lost would let a server run on: it is killed, which is another code."""
     process = subprocess.Popen(
         [sys.executable, "-m", "server.cli", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
@@ -45,6 +57,9 @@ def interrupted(words: list[str], number: signal.Signals, moment: float) -> tupl
         assert within(20, lambda: catches(process.pid, signal.SIGTERM) or process.poll() is not None)
         time.sleep(moment)
         process.send_signal(number)
+        if echo is not None:
+            time.sleep(echo)
+            process.send_signal(number)
         out, err = process.communicate(timeout=15)
     except subprocess.TimeoutExpired:
         process.kill()
