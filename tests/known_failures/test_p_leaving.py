@@ -43,6 +43,7 @@ def leave_streaming(server: RunningServer, path: str = C, **fields: Any) -> None
     body = LONG | {"stream": True, **fields}
     if path == CC:
         body["messages"] = [{"role": "user", "content": "x"}]
+        del body["prompt"]
     with server.http.stream("POST", path, json=body) as reply:
         lines = reply.iter_lines()
         for _ in range(6):  # three chunks, with the empty lines between them
