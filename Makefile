@@ -79,7 +79,7 @@ soak: $(VENV)/.ready-test ## half an hour of a crowd, every answer compared with
 reliability-page: $(VENV)/.ready-test ## write what fuzz and soak found into docs/reliability.md
 	@$(BIN)/python -m loadtest.reliability_page
 
-bench: $(VENV)/.ready-test ## how fast our side is, in process and over HTTP (a quarter of an hour)
+bench: $(VENV)/.ready-test ## how fast our side is, in process and over HTTP (twenty minutes)
 	@$(BIN)/python -m loadtest.bench --model $(MODEL) $(ARGS)
 
 bench-peers: $(VENV)/.ready-test ## the same work for the servers in PEERS=FOLDER, see loadtest/PEERS.md (an hour)
