@@ -68,8 +68,9 @@ def test_d1_a_character_cut_off_by_the_limit(split: Served, tokens: int) -> None
     whole, streamed = complete(split, [HELLO], max_tokens=tokens)
     assert whole["text"] == " world\ufffd"
     assert whole["finish"] == "length"
-    *before, last = [delta for delta in streamed.deltas if delta]
-    assert (before, last) == ([" world"], "\ufffd")
+    *before, last = [delta for delta in streamed.deltas if delta]  # tokens that come together are one delta
+    assert "".join(before) in ("", " world"), "and no mark before the end"
+    assert streamed.text == " world\ufffd" and last.endswith("\ufffd")
 
 
 def test_d1_a_stop_string_that_is_a_split_character(split: Served) -> None:
