@@ -78,9 +78,15 @@ def _say(text: str) -> int:
     return 0
 
 
-def _serve(words: Sequence[str], env: Mapping[str, str]) -> Job:
-    parser = Parser("serve", "[MODEL] [flags]", "Serve a model over an OpenAI-compatible HTTP API.")
+def _parser(name: str, usage: str, what: str) -> Parser:
+    """Of a command whose first word is a model, or none."""
+    parser = Parser(name, usage, what)
     parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
+    return parser
+
+
+def _serve(words: Sequence[str], env: Mapping[str, str]) -> Job:
+    parser = _parser("serve", "[MODEL] [flags]", "Serve a model over an OpenAI-compatible HTTP API.")
     flags.add_model_flags(parser)
     flags.add_serve_flags(parser)
     args = parser.parse_intermixed_args(words)
@@ -91,12 +97,11 @@ def _serve(words: Sequence[str], env: Mapping[str, str]) -> Job:
 
 
 def _generate(words: Sequence[str], env: Mapping[str, str]) -> Job:
-    parser = Parser(
+    parser = _parser(
         "generate",
         "[MODEL] PROMPT [flags]",
         "Print how a model continues a prompt. Of two words, the first is the model; one is the prompt.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
     parser.add_argument(
         "prompt", metavar="PROMPT", help="the text to continue, - to read it from standard input"
     )
@@ -116,10 +121,9 @@ def _generate(words: Sequence[str], env: Mapping[str, str]) -> Job:
 
 
 def _chat(words: Sequence[str], env: Mapping[str, str]) -> Job:
-    parser = Parser(
+    parser = _parser(
         "chat", "[MODEL] [flags]", "Talk to a model in the terminal. /help lists what you can type."
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
     parser.add_argument(
         "--system", metavar="TEXT", help="a system message to begin with (default: the template's own)"
     )
@@ -138,8 +142,7 @@ def _chat(words: Sequence[str], env: Mapping[str, str]) -> Job:
 
 
 def _fetch(words: Sequence[str], env: Mapping[str, str]) -> Job:
-    parser = Parser("fetch", "[MODEL]", "Download a model unless it is here already, and print its folder.")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
+    parser = _parser("fetch", "[MODEL]", "Download a model unless it is here already, and print its folder.")
     args = parser.parse_intermixed_args(words)
     from model.fetch import default_cache_dir, resolve_model
     from server.commands.progress import progress
@@ -157,12 +160,11 @@ def _fetch(words: Sequence[str], env: Mapping[str, str]) -> Job:
 
 
 def _plan(words: Sequence[str], env: Mapping[str, str]) -> Job:
-    parser = Parser(
+    parser = _parser(
         "plan",
         "[MODEL] [flags]",
         "Tell what a model's KV cache costs and how many users fit, from its config.json alone.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
     add_plan_flags(parser)
     args = parser.parse_intermixed_args(words)
     from server.commands.plan import plan
@@ -171,12 +173,11 @@ def _plan(words: Sequence[str], env: Mapping[str, str]) -> Job:
 
 
 def _compare(words: Sequence[str], env: Mapping[str, str]) -> Job:
-    parser = Parser(
+    parser = _parser(
         "compare",
         "[MODEL] [flags]",
         "Measure a model's attention modes side by side: memory, speed, users that fit, and quality.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=flags.MODEL_HELP)
     add_compare_flags(parser)
     args = parser.parse_intermixed_args(words)
     options, files = compare_options(args, parser, env.get("CXX") or None), outputs(args)
